@@ -1,0 +1,123 @@
+"""A training step over abstract arguments, and the workload that builds it for a policy."""
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from remat_kit._errors import WorkloadError, did_you_mean
+from remat_kit._policy import Policy
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training step: what the compiler sees, and what the report calls its arguments.
+
+    Attributes:
+      fn: the step as it is jitted: `fn(*args) -> outputs`. Not yet jitted itself.
+      args: one pytree an argument, of `jax.ShapeDtypeStruct` or arrays. Nothing is allocated to analyze it.
+      donate: positions in `args` whose buffers the step may overwrite.
+      labels: what holds what, e.g. `{"params": "0.params", "optimizer": "0.optimizer", "batch": 1}`: a
+        position in `args`, or a position and the path below it, joined with dots.
+      init: `init(seed) -> args` with real arrays of the shapes of `args`; needed to measure a step whose
+        `args` are abstract.
+      loss_and_grads: `loss_and_grads(*args) -> (loss, gradients)`; what a measurement compares with policy
+        `none`. Without it the step's own outputs are compared.
+    """
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    donate: tuple[int, ...] = ()
+    labels: Mapping[str, int | str] = field(default_factory=dict)
+    init: Callable[[int], tuple[Any, ...]] | None = None
+    loss_and_grads: Callable[..., Any] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.args, tuple):
+            raise WorkloadError(
+                f"Step.args is a {type(self.args).__name__}. Give a tuple with one pytree for each argument of fn."
+            )
+        outside = [position for position in self.donate if not 0 <= position < len(self.args)]
+        if outside:
+            raise WorkloadError(
+                f"Step.donate names argument {outside[0]}, but there are {len(self.args)} (0 to {len(self.args) - 1})."
+            )
+
+
+@dataclass(frozen=True)
+class Workload:
+    """`module:function` and the options to call it with.
+
+    The function is `build(policy, **options) -> Step`. If it has a parameter `platform`, it is given the
+    platform that the step is compiled for, `"cpu"` or `"cuda"`, for kernels that exist on one of them only.
+    """
+
+    spec: str
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def build(self, policy: Policy, platform: str) -> Step:
+        """The step under `policy`. Raises WorkloadError when the function or an option does not exist."""
+        function = self.function()
+        options = dict(self.options)
+        self.check_options(function)
+        if "platform" in inspect.signature(function).parameters and "platform" not in options:
+            options["platform"] = platform
+        step = function(policy, **options)
+        if not isinstance(step, Step):
+            raise WorkloadError(
+                f"{self.spec} returned a {type(step).__name__}. A workload returns a remat_kit.Step."
+            )
+        return step
+
+    def function(self) -> Callable[..., Any]:
+        """The imported function. Raises WorkloadError when the module or the function does not exist."""
+        module_name, separator, function_name = self.spec.partition(":")
+        if not (separator and module_name and function_name):
+            raise WorkloadError(
+                f"{self.spec!r} is not a workload. Write module:function, e.g. models.transformer:gpt."
+            )
+        try:
+            module = importlib.import_module(module_name)
+        except ImportError as error:
+            raise WorkloadError(
+                f"cannot import {module_name!r} of workload {self.spec!r}: {error}. "
+                "Run from the folder that holds it, or install its package."
+            ) from error
+        function = getattr(module, function_name, None)
+        if not callable(function):
+            offered = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+            raise WorkloadError(
+                f"module {module_name!r} has no function {function_name!r}.{did_you_mean(function_name, offered)} "
+                "A workload is a function build(policy, **options) that returns a remat_kit.Step."
+            )
+        return function
+
+    def check_options(self, function: Callable[..., Any]) -> None:
+        """Raises WorkloadError for an option that the function does not have."""
+        parameters = inspect.signature(function).parameters
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            return
+        allowed = list(parameters)[1:]
+        for name, _ in self.options:
+            if name not in allowed:
+                raise WorkloadError(
+                    f"workload {self.spec} has no option {name!r}.{did_you_mean(name, allowed)} "
+                    f"Options: {', '.join(allowed) or 'none'}."
+                )
+
+
+def parse_option(text: str) -> tuple[str, Any]:
+    """`("batch", 8)` from `"batch=8"`: int, float, true/false, none or a string, in that order of trial."""
+    name, separator, value = text.partition("=")
+    if not separator or not name.isidentifier():
+        raise WorkloadError(f"{text!r} is not an option. Write key=value, e.g. batch=8.")
+    words: dict[str, Any] = {"true": True, "false": False, "none": None}
+    if value.lower() in words:
+        return name, words[value.lower()]
+    for kind in (int, float):
+        try:
+            return name, kind(value)
+        except ValueError:
+            continue
+    return name, value
