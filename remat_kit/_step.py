@@ -65,18 +65,14 @@ class Workload:
             options["platform"] = platform
         step = function(policy, **options)
         if not isinstance(step, Step):
-            raise WorkloadError(
-                f"{self.spec} returned a {type(step).__name__}. A workload returns a remat_kit.Step."
-            )
+            raise WorkloadError(f"{self.spec} returned a {type(step).__name__}. A workload returns a remat_kit.Step.")
         return step
 
     def function(self) -> Callable[..., Any]:
         """The imported function. Raises WorkloadError when the module or the function does not exist."""
         module_name, separator, function_name = self.spec.partition(":")
         if not (separator and module_name and function_name):
-            raise WorkloadError(
-                f"{self.spec!r} is not a workload. Write module:function, e.g. models.transformer:gpt."
-            )
+            raise WorkloadError(f"{self.spec!r} is not a workload. Write module:function, e.g. models.transformer:gpt.")
         try:
             module = importlib.import_module(module_name)
         except ImportError as error:

@@ -1,0 +1,159 @@
+"""`remat`: apply a policy to a Linen class, an NNX class, a method or a function, and change nothing else.
+
+What stays as it was without the wrap: names and paths of modules and parameters, initial values, dropout
+streams, mutable collections, sown values, and how arguments arrive. An argument that is not an array (a
+flag, a string, a function, None, a Python number) reaches the wrapped code as the same Python object,
+positionally or by keyword, so there is nothing to declare static.
+
+`prevent_cse` is always on. Without its barrier, XLA merges the recomputation with the forward pass wherever
+both are in one computation: on unrolled layers and in a fully unrolled scan, which the body of a scan cannot
+see. Inside a loop that stays a loop the barrier is not needed and costs next to nothing.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import flax.linen as nn
+import jax
+import numpy as np
+from flax import nnx
+
+from remat_kit._errors import PolicyError
+from remat_kit._policy import Policy, Region, get_policy, lower
+
+T = TypeVar("T")
+
+
+def remat(policy: str | Policy) -> Callable[[T], T]:
+    """A decorator that rematerializes what it is applied to under `policy`.
+
+    It takes a Linen module class (also one that `nn.scan` then lifts), an NNX module class, a method, a bound
+    method or a plain function, whose arguments may hold modules. A class comes back as a subclass of the same
+    name whose `__call__` is rematerialized; it is not changed in place. Under policy `none` the object itself
+    comes back.
+
+    The traced program is that of a hand-written `jax.checkpoint` (or `nn.remat`, `nnx.remat`) with the same
+    policy. Raises PolicyError when `policy` is not a policy, or when what it is applied to cannot be wrapped.
+    """
+    chosen = get_policy(policy)
+
+    def decorate(target: T) -> T:
+        if chosen.region is Region.NOTHING:
+            return target
+        return _wrap(target, chosen)
+
+    return decorate
+
+
+def _wrap(target: Any, policy: Policy) -> Any:
+    if isinstance(target, type):
+        if issubclass(target, nn.Module | nnx.Module):
+            return _wrap_class(target, policy)
+        raise PolicyError(
+            f"remat got the class {target.__name__}, which is neither a Linen nor an NNX module. "
+            "Apply it to a flax module class, to a method, or to a function."
+        )
+    if isinstance(target, staticmethod | classmethod | property):
+        raise PolicyError(
+            f"remat got a {type(target).__name__}. Put remat below it, next to the function: "
+            f"@{type(target).__name__} first, then @remat(...)."
+        )
+    if not callable(target):
+        raise PolicyError(
+            f"remat got {target!r}, which cannot be called. "
+            "Apply it to a flax module class, to a method, or to a function."
+        )
+    if inspect.ismethod(target):
+        return functools.wraps(target)(functools.partial(_wrap_function(target.__func__, policy), target.__self__))
+    if isinstance(target, nn.Module | nnx.Module):
+        call = _wrap_function(type(target).__call__, policy)
+        return functools.partial(call, target)
+    return _wrap_function(target, policy)
+
+
+def _wrap_class(cls: type, policy: Policy) -> type:
+    if "__call__" not in dir(cls) or not inspect.isfunction(cls.__call__):
+        raise PolicyError(
+            f"{cls.__name__} has no __call__ to rematerialize. Apply remat to the method that runs the block."
+        )
+    # Flax derives automatic names from the class name: a subclass of the same name keeps them, where
+    # nn.remat's Checkpoint... changes parameter paths, initial values and dropout.
+    namespace = {
+        "__call__": _wrap_function(cls.__call__, policy),
+        "__doc__": cls.__doc__,
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+    }
+    return type(cls)(cls.__name__, (cls,), namespace)
+
+
+def _wrap_function(function: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
+    # One wrapped function for each combination of Python arguments, so that JAX's own caches hit when the
+    # same block runs again, as they do for a jax.checkpoint written by hand.
+    checkpointed = functools.lru_cache(maxsize=64)(functools.partial(_checkpointed, function, policy))
+
+    @functools.wraps(function)
+    def rematerialized(*args: Any, **kwargs: Any) -> Any:
+        arrays, arguments, transform = _split(args, kwargs)
+        try:
+            call = checkpointed(arguments, transform)
+        except TypeError:  # a Python argument that cannot be hashed
+            call = _checkpointed(function, policy, arguments, transform)
+        return call(*arrays)
+
+    return rematerialized
+
+
+def _checkpointed(
+    function: Callable[..., Any], policy: Policy, arguments: "_Arguments", transform: Callable[..., Any]
+) -> Callable[..., Any]:
+    def dynamic(*arrays: Any) -> Any:
+        args, kwargs = arguments.fill(arrays)
+        return function(*args, **kwargs)
+
+    return transform(dynamic, policy=lower(policy), prevent_cse=True)
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    """The arguments of one call with a hole for each array and module.
+
+    Everything else is kept as the Python object that it is: `jax.checkpoint` would trace a flag, and the code
+    under it could no longer branch on it.
+    """
+
+    structure: Any
+    leaves: tuple[Any, ...]
+    kinds: tuple[Any, ...]
+    """What `==` on the leaves does not tell apart: True and 1 and 1.0, 0.0 and -0.0."""
+
+    def fill(self, arrays: tuple[Any, ...]) -> Any:
+        values = iter(arrays)
+        return jax.tree.unflatten(self.structure, [next(values) if leaf is _HOLE else leaf for leaf in self.leaves])
+
+
+_HOLE = object()
+
+
+def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], _Arguments, Callable[..., Any]]:
+    """The arrays and modules among the arguments, the other arguments, and the transformation for them."""
+    leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=lambda node: isinstance(node, _NNX_NODES))
+    linen = bool(args) and isinstance(args[0], nn.Module)
+    moves = [isinstance(leaf, _DYNAMIC) or (linen and i == 0) for i, leaf in enumerate(leaves)]
+    moving = [leaf for leaf, is_moving in zip(leaves, moves, strict=True) if is_moving]
+    fixed = tuple(_HOLE if is_moving else leaf for leaf, is_moving in zip(leaves, moves, strict=True))
+    kinds = tuple((type(leaf), repr(leaf) if isinstance(leaf, float) else None) for leaf in fixed)
+    if linen:
+        transform = nn.remat
+    elif any(isinstance(leaf, _NNX_NODES) for leaf in moving):
+        transform = nnx.remat
+    else:
+        transform = jax.checkpoint
+    return moving, _Arguments(structure, fixed, kinds), transform
+
+
+_NNX_NODES = (nnx.Pytree, nnx.Variable)
+_DYNAMIC = (jax.Array, np.ndarray, np.generic, *_NNX_NODES)
