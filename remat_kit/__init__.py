@@ -1,16 +1,36 @@
 """Rematerialization policies for JAX, and what each of them costs on a GPU that need not be there."""
 
 from remat_kit import names as names
+from remat_kit._compile import CompiledStep as CompiledStep
+from remat_kit._compile import CompileOptions as CompileOptions
+from remat_kit._compile import compile_step as compile_step
+from remat_kit._errors import CompileError as CompileError
+from remat_kit._errors import MeasurementError as MeasurementError
+from remat_kit._errors import OutputError as OutputError
+from remat_kit._errors import PolicyError as PolicyError
 from remat_kit._errors import RematKitError as RematKitError
+from remat_kit._errors import TargetError as TargetError
+from remat_kit._errors import WorkloadError as WorkloadError
+from remat_kit._measure import allocator_peak as allocator_peak
+from remat_kit._measure import check_gradients as check_gradients
+from remat_kit._measure import measure_interleaved as measure_interleaved
+from remat_kit._measure import real_args as real_args
 from remat_kit._policy import POLICIES as POLICIES
 from remat_kit._policy import Policy as Policy
 from remat_kit._policy import Region as Region
 from remat_kit._policy import Rule as Rule
 from remat_kit._policy import get_policy as get_policy
 from remat_kit._policy import offload as offload
+from remat_kit._policy import parse_policies as parse_policies
 from remat_kit._policy import save as save
 from remat_kit._policy import save_kernels as save_kernels
 from remat_kit._policy import union as union
+from remat_kit._record import Record as Record
 from remat_kit._step import Step as Step
 from remat_kit._step import Workload as Workload
+from remat_kit._target import CHIPS as CHIPS
+from remat_kit._target import Target as Target
+from remat_kit._target import get_target as get_target
+from remat_kit._trace import TracedStep as TracedStep
+from remat_kit._trace import trace as trace
 from remat_kit._wrap import remat as remat

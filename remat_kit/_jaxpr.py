@@ -43,12 +43,26 @@ class Equation:
     @property
     def primitive(self) -> str:
         """The primitive's name."""
-        return self.eqn.primitive.name
+        return primitive_of(self.eqn)
 
     @property
     def phase(self) -> str:
         """ "forward", "backward", "recompute", or "update" for what is outside the differentiated part."""
         return RECOMPUTE if self.recomputed else phase_of(self.stack)
+
+
+def primitive_of(eqn: Eqn) -> str:
+    """The name of the primitive that `eqn` applies, looked up inside JAX's wrapper for high-level ones."""
+    if eqn.primitive.name == "call_hi_primitive":
+        return type(eqn.params["_prim"]).__name__
+    return eqn.primitive.name
+
+
+def tag_of(eqn: Eqn) -> str | None:
+    """The tensor name that `eqn` gives its operand when it is a `checkpoint_name`, else None."""
+    if primitive_of(eqn) == "name":
+        return eqn.params["name"]
+    return eqn.params["_prim"].name if primitive_of(eqn) == "CheckpointName" else None
 
 
 def phase_of(stack: str) -> str:
@@ -76,7 +90,7 @@ def _walk(jaxpr: core.Jaxpr, executions: int, outer: str, recomputed: bool) -> I
         again = recomputed or "rematted_computation" in own
         yield Equation(eqn, executions, stack, again)
         for body, times in bodies(eqn):
-            yield from _walk(body, executions * times, stack, again or eqn.primitive.name == _REMAT3)
+            yield from _walk(body, executions * times, stack, again or primitive_of(eqn) == _REMAT3)
 
 
 def bodies(eqn: Eqn) -> list[tuple[core.Jaxpr, int]]:

@@ -69,7 +69,10 @@ class Record:
 
     saved_bytes: int | None = None
     """Kept from forward to backward by the whole step, arguments not counted."""
+    saved_host_bytes: int | None = None
+    """The same, waiting in host memory."""
     saved_bytes_per_block: int | None = None
+    """What one repeated block keeps on the device."""
     model_flops: int | None = None
     step_flops: int | None = None
     recompute_flops: int | None = None
@@ -91,6 +94,8 @@ class Record:
     """"yes" (within JAX's default pool), "tight" (only with a larger pool) or "no"."""
     margin_bytes: int | None = None
     """capacity_bytes - need_bytes; negative when it does not fit."""
+    assumptions: tuple[str, ...] = ()
+    """What `fits` and `capacity_bytes` take for granted."""
     effect: str | None = None
     warnings: tuple[str, ...] = ()
     error: str | None = None
@@ -112,7 +117,8 @@ class Record:
         values = {name: value for name, value in data.items() if name in known}
         if values.get("measured_step_s"):
             values["measured_step_s"] = MeasuredTime(**values["measured_step_s"])
-        values["warnings"] = tuple(values.get("warnings", ()))
+        for name in ("warnings", "assumptions"):
+            values[name] = tuple(values.get(name) or ())
         try:
             return Record(**values)
         except TypeError as error:

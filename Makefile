@@ -1,0 +1,51 @@
+# Every command sets up what it needs, from nothing but Python 3.12.
+PYTHON ?= python3.12
+VENV ?= .venv
+BIN := $(VENV)/bin
+POLICIES := none,full,selective_attention,dots_saveable,dots_with_no_batch_dims_saveable,minimal_with_context,save_dot_except_mlp,save_qkv_proj,save_out_proj,minimal_offloaded
+
+.PHONY: sweep test test-fast test-oldest check format bench clean
+
+# What each policy costs on an H100 that need not be here: need, step time, plot and records in out/.
+sweep: $(VENV)/.compile
+	@mkdir -p out
+	$(BIN)/remat-kit sweep models.transformer:gpt size=gpt2-small batch=8 seq=1024 --target h100-sxm-80gb \
+	  --policies $(POLICIES) --json out/gpt2-small-h100.json --plot out/gpt2-small-h100.png --force
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest
+
+test-fast: $(VENV)/.dev
+	$(BIN)/python -m pytest -m "not slow"
+
+# The oldest JAX that is supported.
+test-oldest:
+	@$(MAKE) --no-print-directory VENV=.venv-oldest CONSTRAINTS="-c constraints-oldest.txt" test-fast
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# What the toolkit costs beside the bare compiles of the same steps, in one run.
+bench: $(VENV)/.dev
+	$(BIN)/python experiments/overhead.py
+
+$(VENV)/.python:
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.compile: $(VENV)/.python pyproject.toml
+	$(BIN)/python -m pip install --quiet -e '.[compile]' $(CONSTRAINTS)
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.compile
+	$(BIN)/python -m pip install --quiet -e '.[compile,dev]' $(CONSTRAINTS)
+	@touch $@
+
+clean:
+	rm -rf .venv .venv-oldest out .remat-kit

@@ -1,0 +1,247 @@
+"""The parts of a transformer block, as NNX modules and as functions that the Linen model shares.
+
+Shape suffixes:
+  B batch, T sequence (of queries), S sequence (of keys), D model width, H query heads, K key/value heads,
+  G query heads for each key/value head (H = K·G), C head width (H·C = D), E what a projection makes,
+  F MLP width.
+
+Parameters are kept in `config.param_dtype` and cast to `config.compute_dtype` where they are used, inside the
+block: a rematerialized block casts its own layer again in backward, and no second copy of all layers is kept.
+(Policy `none` does keep one, since the cast matrix is what a matmul's derivative needs.) Tags come after the
+cast, so a saved value has 2 bytes an element in bfloat16. Normalization, softmax and rotary embedding are
+computed in float32 and cast back.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from models.config import TransformerConfig
+from remat_kit import names
+
+EPSILON = 1e-5
+"""Added to the variance in both normalizations."""
+
+INIT_STD = 0.02
+"""Standard deviation of initial weights; projections into the residual stream have it over sqrt(2·layers)."""
+
+
+def at_least_float32(dtype: jax.typing.DTypeLike) -> jnp.dtype:
+    """The dtype for sums and exponentials of values of `dtype`."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def dropout(x: jax.Array, rate: float, key: jax.Array) -> jax.Array:
+    """`x` with a share `rate` of its elements set to 0 and the others divided by `1 - rate`, of the same shape.
+
+    Backward needs the mask only, one byte an element. The identity, with nothing traced, when `rate` is 0.
+    """
+    if rate == 0:
+        return x
+    keep = jax.random.bernoulli(key, 1 - rate, x.shape)
+    return jnp.where(keep, x / (1 - rate), jnp.zeros((), x.dtype))
+
+
+def rotary(x_BTHC: jax.Array, base: float) -> jax.Array:
+    """`x_BTHC` with each pair (c, c + C/2) of position t turned by the angle t·base^(-2c/C). [B, T, H, C]"""
+    T, C = x_BTHC.shape[1], x_BTHC.shape[3]
+    dtype = at_least_float32(x_BTHC.dtype)
+    frequency_C = base ** (-jnp.arange(0, C, 2, dtype=dtype) / C)
+    angle_TC = jnp.arange(T, dtype=dtype)[:, None] * frequency_C
+    cos_TC, sin_TC = jnp.cos(angle_TC)[:, None, :], jnp.sin(angle_TC)[:, None, :]
+    first_BTHC, second_BTHC = jnp.split(x_BTHC.astype(dtype), 2, axis=-1)
+    turned_BTHC = jnp.concatenate(
+        [first_BTHC * cos_TC - second_BTHC * sin_TC, second_BTHC * cos_TC + first_BTHC * sin_TC], axis=-1
+    )
+    return turned_BTHC.astype(x_BTHC.dtype)
+
+
+Drop = Callable[[jax.Array], jax.Array]
+"""Dropout with everything but its input given."""
+
+
+def naive_attention(q_BTHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, drop: Drop) -> jax.Array:
+    """Causal attention [B, T, H, C] with scores and probabilities as tensors of the program.
+
+    Without a checkpoint, autodiff keeps 7 bytes for each element of [B, H, T, S] in bfloat16: the softmax in
+    float32 (4), the dropped-out probabilities (2) and the mask (1). The 5 of Korthikanti et al. 2022 need a
+    softmax that keeps its output in 16 bits.
+    """
+    B, T, H, C = q_BTHC.shape
+    S, K = k_BSKC.shape[1:3]
+    q_BTKGC = q_BTHC.reshape(B, T, K, H // K, C)
+    scores_BHTS = jnp.einsum("BTKGC,BSKC->BKGTS", q_BTKGC, k_BSKC).reshape(B, H, T, S)
+    scores_BHTS = checkpoint_name(scores_BHTS, names.SCORES)
+    # The mask is added, not selected by: addition keeps nothing for backward.
+    dtype = at_least_float32(scores_BHTS.dtype)
+    causal_TS = jnp.where(jnp.tril(jnp.ones((T, S), bool)), 0, -jnp.inf).astype(dtype)
+    weights_BHTS = jax.nn.softmax(scores_BHTS.astype(dtype) * C**-0.5 + causal_TS, axis=-1)
+    weights_BHTS = checkpoint_name(drop(weights_BHTS.astype(v_BSKC.dtype)), names.PROBABILITIES)
+    weights_BKGTS = weights_BHTS.reshape(B, K, H // K, T, S)
+    return jnp.einsum("BKGTS,BSKC->BTKGC", weights_BKGTS, v_BSKC).reshape(B, T, H, C)
+
+
+def fused_attention(q_BTHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, platform: str) -> jax.Array:
+    """Causal attention [B, T, H, C] in one operation: cuDNN's kernel on "cuda", plain XLA elsewhere; no dropout."""
+    implementation = "cudnn" if platform == "cuda" else "xla"
+    return jax.nn.dot_product_attention(q_BTHC, k_BSKC, v_BSKC, is_causal=True, implementation=implementation)
+
+
+def attend(q_BTHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, config: TransformerConfig, drop: Drop) -> jax.Array:
+    """The context [B, T, H, C] of causal attention as `config.attention` says; its inputs and itself are tagged."""
+    q_BTHC = checkpoint_name(q_BTHC, names.QUERY)
+    k_BSKC = checkpoint_name(k_BSKC, names.KEY)
+    v_BSKC = checkpoint_name(v_BSKC, names.VALUE)
+    if config.attention == "fused":
+        context_BTHC = fused_attention(q_BTHC, k_BSKC, v_BSKC, config.platform)
+    else:
+        context_BTHC = naive_attention(q_BTHC, k_BSKC, v_BSKC, drop)
+    return checkpoint_name(context_BTHC, names.CONTEXT)
+
+
+def residual_std(config: TransformerConfig) -> float:
+    """Standard deviation of initial weights of projections into the residual stream."""
+    return INIT_STD / (2 * config.layers) ** 0.5
+
+
+def normal_param(shape: tuple[int, ...], std: float, config: TransformerConfig, rngs: nnx.Rngs) -> nnx.Param:
+    """A parameter with normally distributed initial values."""
+    return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.dtype(config.param_dtype)))
+
+
+class LayerNorm(nnx.Module):
+    """Zero mean and unit variance over the last axis, then scale and bias; statistics in float32."""
+
+    def __init__(self, config: TransformerConfig):
+        self.scale = nnx.Param(jnp.ones(config.width, config.param_dtype))
+        self.bias = nnx.Param(jnp.zeros(config.width, config.param_dtype))
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """[B, T, D] of the same dtype."""
+        wide_BTD = x_BTD.astype(at_least_float32(x_BTD.dtype))
+        centred_BTD = wide_BTD - wide_BTD.mean(axis=-1, keepdims=True)
+        variance_BT1 = jnp.square(centred_BTD).mean(axis=-1, keepdims=True)
+        normal_BTD = centred_BTD * jax.lax.rsqrt(variance_BT1 + EPSILON)
+        return (normal_BTD * self.scale[...] + self.bias[...]).astype(x_BTD.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """Unit mean square over the last axis, then scale; statistics in float32."""
+
+    def __init__(self, config: TransformerConfig):
+        self.scale = nnx.Param(jnp.ones(config.width, config.param_dtype))
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """[B, T, D] of the same dtype."""
+        wide_BTD = x_BTD.astype(at_least_float32(x_BTD.dtype))
+        square_BT1 = jnp.square(wide_BTD).mean(axis=-1, keepdims=True)
+        return (wide_BTD * jax.lax.rsqrt(square_BT1 + EPSILON) * self.scale[...]).astype(x_BTD.dtype)
+
+
+class Dense(nnx.Module):
+    """`x @ kernel`, plus a bias in style "gpt"."""
+
+    def __init__(self, inputs: int, outputs: int, config: TransformerConfig, std: float, *, rngs: nnx.Rngs):
+        self.kernel = normal_param((inputs, outputs), std, config, rngs)
+        self.bias = nnx.Param(jnp.zeros(outputs, config.param_dtype)) if config.style == "gpt" else None
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """[B, T, E] of the dtype of `x_BTD`."""
+        y_BTE = x_BTD @ self.kernel[...].astype(x_BTD.dtype)
+        return y_BTE if self.bias is None else y_BTE + self.bias[...].astype(x_BTD.dtype)
+
+
+class Attention(nnx.Module):
+    """Causal self-attention with three separate projections for queries, keys and values."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        kv_width = config.kv_heads * config.head_width
+        self.query = Dense(config.width, config.width, config, INIT_STD, rngs=rngs)
+        self.key = Dense(config.width, kv_width, config, INIT_STD, rngs=rngs)
+        self.value = Dense(config.width, kv_width, config, INIT_STD, rngs=rngs)
+        self.out = Dense(config.width, config.width, config, residual_std(config), rngs=rngs)
+
+    def __call__(self, x_BTD: jax.Array, key: jax.Array) -> jax.Array:
+        """[B, T, D], before dropout and the residual sum; `key` is for dropout on the probabilities."""
+        config = self.config
+        B, T, _ = x_BTD.shape
+        q_BTHC = self.query(x_BTD).reshape(B, T, config.heads, config.head_width)
+        k_BTKC = self.key(x_BTD).reshape(B, T, config.kv_heads, config.head_width)
+        v_BTKC = self.value(x_BTD).reshape(B, T, config.kv_heads, config.head_width)
+        if config.style == "llama":
+            q_BTHC = rotary(q_BTHC, config.rotary_base)
+            k_BTKC = rotary(k_BTKC, config.rotary_base)
+        drop = partial(dropout, rate=config.attention_dropout, key=key)
+        context_BTHC = attend(q_BTHC, k_BTKC, v_BTKC, config, drop)
+        return checkpoint_name(self.out(context_BTHC.reshape(B, T, config.width)), names.OUT)
+
+
+class MLP(nnx.Module):
+    """Two projections with GELU (the tanh form of GPT-2) between them."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        self.up = Dense(config.width, config.mlp_width, config, INIT_STD, rngs=rngs)
+        self.down = Dense(config.mlp_width, config.width, config, residual_std(config), rngs=rngs)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """[B, T, D], before dropout and the residual sum."""
+        up_BTF = checkpoint_name(self.up(x_BTD), names.MLP_UP)
+        hidden_BTF = checkpoint_name(jax.nn.gelu(up_BTF, approximate=True), names.MLP_HIDDEN)
+        return checkpoint_name(self.down(hidden_BTF), names.MLP_DOWN)
+
+
+class GatedMLP(nnx.Module):
+    """SwiGLU: three projections, SiLU of the gate times the up projection between them."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        self.gate = Dense(config.width, config.mlp_width, config, INIT_STD, rngs=rngs)
+        self.up = Dense(config.width, config.mlp_width, config, INIT_STD, rngs=rngs)
+        self.down = Dense(config.mlp_width, config.width, config, residual_std(config), rngs=rngs)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """[B, T, D], before dropout and the residual sum."""
+        gate_BTF = checkpoint_name(self.gate(x_BTD), names.MLP_GATE)
+        up_BTF = checkpoint_name(self.up(x_BTD), names.MLP_GATED_UP)
+        hidden_BTF = checkpoint_name(jax.nn.silu(gate_BTF) * up_BTF, names.MLP_HIDDEN)
+        return checkpoint_name(self.down(hidden_BTF), names.MLP_DOWN)
+
+
+class Block(nnx.Module):
+    """One pre-norm layer: attention and MLP, each normalized before and added to the residual stream after.
+
+    The dropout keys are made inside, from the step's key and the layer's number. A key for each layer, made
+    outside, would be one more value to keep for backward.
+    """
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        norm = LayerNorm if config.style == "gpt" else RMSNorm
+        mlp = MLP if config.style == "gpt" else GatedMLP
+        self.attention_norm = norm(config)
+        self.attention = Attention(config, rngs=rngs)
+        self.mlp_norm = norm(config)
+        self.mlp = mlp(config, rngs=rngs)
+
+    def __call__(self, x_BTD: jax.Array, layer: jax.typing.ArrayLike, key: jax.Array) -> jax.Array:
+        """[B, T, D] after layer number `layer` (a scalar integer); `key` is the step's, the same for all layers."""
+        rate = self.config.dropout
+        if rate or self.config.attention_dropout:
+            key = jax.random.fold_in(key, layer)
+        x_BTD = checkpoint_name(x_BTD, names.BLOCK_INPUT)
+        with jax.named_scope("attention"):
+            normal_BTD = checkpoint_name(self.attention_norm(x_BTD), names.ATTENTION_NORM)
+            out_BTD = self.attention(normal_BTD, fold_in_if(self.config.attention_dropout, key, 0))
+            x_BTD = x_BTD + dropout(out_BTD, rate, fold_in_if(rate, key, 1))
+        with jax.named_scope("mlp"):
+            normal_BTD = checkpoint_name(self.mlp_norm(x_BTD), names.MLP_NORM)
+            return x_BTD + dropout(self.mlp(normal_BTD), rate, fold_in_if(rate, key, 2))
+
+
+def fold_in_if(rate: float, key: jax.Array, number: int) -> jax.Array:
+    """The key for one of several dropouts, or `key` itself when `rate` is 0 and the key will not be used."""
+    return jax.random.fold_in(key, number) if rate else key

@@ -1,0 +1,221 @@
+"""GPT- and Llama-style transformers in Flax NNX, as workloads: `models.transformer:gpt` and `:llama`.
+
+Shape suffixes: B batch, T sequence, D model width, V vocabulary, L layers.
+
+The embedding is also the logits' matrix (tied) in GPT-2's and Megatron's models and in llama-1b; the other Llama
+sizes have a matrix of their own. In style "gpt" there is a table of learned positions and a dropout after the
+embedding.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from models.config import TransformerConfig, configure
+from models.parts import INIT_STD, Block, LayerNorm, RMSNorm, dropout, fold_in_if, normal_param
+from models.train import Batch, Params, build_step, cross_entropy
+from remat_kit import Policy, Step, remat
+
+
+class Transformer(nnx.Module):
+    """Tokens to logits; the blocks are rematerialized under `policy`.
+
+    With `config.stack` "scan" there is one `Block` whose parameters are stacked [L, ...] and one traced body;
+    with "unroll" there is a list of blocks. Both have the same initial values, see `stack_blocks`.
+    """
+
+    def __init__(self, config: TransformerConfig, policy: str | Policy = "none", *, rngs: nnx.Rngs):
+        self.config = config
+        self.embedding = normal_param((config.vocabulary, config.width), INIT_STD, config, rngs)
+        gpt_style = config.style == "gpt"
+        self.positions = normal_param((config.seq, config.width), INIT_STD, config, rngs) if gpt_style else None
+        self.final_norm = (LayerNorm if gpt_style else RMSNorm)(config)
+        self.head = None if config.tied else normal_param((config.width, config.vocabulary), INIT_STD, config, rngs)
+        block_class = remat(policy)(Block)
+
+        def create(key: jax.Array) -> Block:
+            return block_class(config, rngs=nnx.Rngs(params=key))
+
+        keys_L = jax.random.split(rngs.params(), config.layers)
+        self.blocks = nnx.vmap(create)(keys_L) if config.stack == "scan" else nnx.List(map(create, keys_L))
+
+    def __call__(self, tokens_BT: jax.Array, key: jax.Array) -> jax.Array:
+        """Logits [B, T, V] in the compute dtype; `key` is a typed key for all dropout of the step."""
+        x_BTD = self.embed(tokens_BT, key)
+        x_BTD = self.scan_blocks(x_BTD, key) if self.config.stack == "scan" else self.loop_blocks(x_BTD, key)
+        with jax.named_scope("final_norm"):
+            x_BTD = self.final_norm(x_BTD)
+        with jax.named_scope("head"):
+            head_DV = self.embedding[...].T if self.head is None else self.head[...]
+            return x_BTD @ head_DV.astype(x_BTD.dtype)
+
+    def embed(self, tokens_BT: jax.Array, key: jax.Array) -> jax.Array:
+        """The input of the first block, [B, T, D] in the compute dtype."""
+        with jax.named_scope("embedding"):
+            x_BTD = self.embedding[...][tokens_BT]
+            if self.positions is not None:
+                x_BTD = x_BTD + self.positions[...]
+            x_BTD = x_BTD.astype(self.config.compute_dtype)
+            # The blocks fold in 0 to layers - 1.
+            return dropout(x_BTD, self.config.dropout, fold_in_if(self.config.dropout, key, self.config.layers))
+
+    def scan_blocks(self, x_BTD: jax.Array, key: jax.Array) -> jax.Array:
+        """The output of the last block, [B, T, D], with all blocks in one scan."""
+        definition, stacked = nnx.split(self.blocks)
+
+        def body(x_BTD: jax.Array, layer: tuple[jax.Array, Any]) -> tuple[jax.Array, None]:
+            number, state = layer
+            block = nnx.merge(definition, state)
+            return block(x_BTD, number, key), None
+
+        with jax.named_scope("blocks"):
+            numbers_L = jnp.arange(self.config.layers, dtype=jnp.uint32)
+            return jax.lax.scan(body, x_BTD, (numbers_L, nnx.as_pure(stacked)))[0]
+
+    def loop_blocks(self, x_BTD: jax.Array, key: jax.Array) -> jax.Array:
+        """The output of the last block, [B, T, D], with each block on its own in the program."""
+        assert isinstance(self.blocks, nnx.List)
+        for number, block in enumerate(self.blocks):
+            with jax.named_scope(f"block_{number}"):
+                x_BTD = block(x_BTD, np.uint32(number), key)
+        return x_BTD
+
+
+def stack_blocks(params: Params) -> Params:
+    """Parameters for stack "scan" from those for "unroll": `params["blocks"]` becomes one tree of [L, ...]."""
+    blocks = [params["blocks"][number] for number in sorted(params["blocks"])]
+    return {**params, "blocks": jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)}
+
+
+def unstack_blocks(params: Params) -> Params:
+    """Parameters for stack "unroll" from those for "scan": `params["blocks"]` becomes `{0: ..., 1: ..., ...}`."""
+    layers = jax.tree.leaves(params["blocks"])[0].shape[0]
+    blocks = {number: jax.tree.map(lambda leaf, i=number: leaf[i], params["blocks"]) for number in range(layers)}
+    return {**params, "blocks": blocks}
+
+
+def build(config: TransformerConfig, policy: str | Policy) -> Step:
+    """The training step of the transformer that `config` describes, with blocks under `policy`."""
+
+    def create(key: jax.Array) -> Transformer:
+        return Transformer(config, policy, rngs=nnx.Rngs(params=key))
+
+    definition = nnx.graphdef(nnx.eval_shape(lambda: create(jax.random.key(0))))
+
+    def init_params(key: jax.Array) -> Params:
+        return nnx.to_pure_dict(nnx.state(create(key), nnx.Param))
+
+    def loss(params: Params, batch: Batch, key: jax.Array) -> jax.Array:
+        model = nnx.merge(definition, params)
+        return cross_entropy(model(batch["inputs"], key), batch["targets"])
+
+    return build_step(config, init_params, loss)
+
+
+def gpt(
+    policy: str | Policy,
+    *,
+    size: str = "gpt2-small",
+    layers: int | None = None,
+    width: int | None = None,
+    heads: int | None = None,
+    mlp_width: int | None = None,
+    vocabulary: int | None = None,
+    seq: int | None = None,
+    batch: int | None = None,
+    dropout: float | None = None,
+    attention_dropout: float | None = None,
+    attention: str = "naive",
+    stack: str = "scan",
+    tied: bool | None = None,
+    compute_dtype: str = "bfloat16",
+    param_dtype: str = "float32",
+    optimizer: str = "adamw",
+    platform: str = "cpu",
+) -> Step:
+    """The training step of a GPT-2-like model, `fn(state, batch, key) -> (state, loss)`.
+
+    Args:
+      policy: what its blocks keep for backward.
+      size: a name of `config.SIZES["gpt"]`. It also gives the batch: 8 for GPT-2's sizes.
+
+    The other options are fields of `TransformerConfig`; None takes the value of the size. Raises ConfigError.
+    """
+    config = configure(
+        "gpt",
+        size,
+        layers=layers,
+        width=width,
+        heads=heads,
+        mlp_width=mlp_width,
+        vocabulary=vocabulary,
+        seq=seq,
+        batch=batch,
+        dropout=dropout,
+        attention_dropout=attention_dropout,
+        attention=attention,
+        stack=stack,
+        tied=tied,
+        compute_dtype=compute_dtype,
+        param_dtype=param_dtype,
+        optimizer=optimizer,
+        platform=platform,
+    )
+    return build(config, policy)
+
+
+def llama(
+    policy: str | Policy,
+    *,
+    size: str = "llama-1b",
+    layers: int | None = None,
+    width: int | None = None,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    mlp_width: int | None = None,
+    vocabulary: int | None = None,
+    seq: int | None = None,
+    batch: int | None = None,
+    dropout: float | None = None,
+    attention_dropout: float | None = None,
+    attention: str = "naive",
+    stack: str = "scan",
+    tied: bool | None = None,
+    compute_dtype: str = "bfloat16",
+    param_dtype: str = "float32",
+    optimizer: str = "adamw",
+    platform: str = "cpu",
+) -> Step:
+    """The training step of a Llama-like model, `fn(state, batch, key) -> (state, loss)`.
+
+    Args:
+      policy: what its blocks keep for backward.
+      size: a name of `config.SIZES["llama"]`. It also gives the batch.
+
+    The other options are fields of `TransformerConfig`; None takes the value of the size. Raises ConfigError.
+    """
+    config = configure(
+        "llama",
+        size,
+        layers=layers,
+        width=width,
+        heads=heads,
+        kv_heads=kv_heads,
+        mlp_width=mlp_width,
+        vocabulary=vocabulary,
+        seq=seq,
+        batch=batch,
+        dropout=dropout,
+        attention_dropout=attention_dropout,
+        attention=attention,
+        stack=stack,
+        tied=tied,
+        compute_dtype=compute_dtype,
+        param_dtype=param_dtype,
+        optimizer=optimizer,
+        platform=platform,
+    )
+    return build(config, policy)

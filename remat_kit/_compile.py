@@ -1,0 +1,172 @@
+"""`compile_step`: XLA's program for a target, with the buffer assignment that the analysis reads."""
+
+import pathlib
+import tempfile
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from remat_kit._errors import CompileError, TargetError
+from remat_kit._trace import TracedStep
+
+ON, OFF = "on", "off"
+GEMMS = ("cublas", "triton")
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """How XLA compiles, as far as it moves memory or time.
+
+    Attributes:
+      xla_remat: "off" turns XLA's own rematerialization pass off, "on" leaves it as a job would have it.
+      gemm: who multiplies on a GPU target: "cublas" or "triton". Without a device nothing is autotuned, and
+        the choice moves memory; a live device mixes both by timing.
+      autotune_results: a file with the autotuning results of one's own device
+        (`xla_gpu_dump_autotune_results_to`); Triton then competes with cuBLAS as it did there.
+      xla_options: any other `compiler_options` of XLA, as (name, value) pairs.
+    """
+
+    xla_remat: str = OFF
+    gemm: str = "cublas"
+    autotune_results: str | None = None
+    xla_options: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.xla_remat not in (ON, OFF):
+            raise CompileError(f"xla_remat is {self.xla_remat!r}. Give 'on' or 'off'.")
+        if self.gemm not in GEMMS:
+            raise CompileError(f"gemm is {self.gemm!r}. Give one of {', '.join(GEMMS)}.")
+        if self.autotune_results and not pathlib.Path(self.autotune_results).is_file():
+            raise CompileError(
+                f"there is no autotune results file {self.autotune_results!r}. "
+                "Write one on your device with XLA_FLAGS=--xla_gpu_dump_autotune_results_to=FILE."
+            )
+
+    def for_xla(self, platform: str) -> dict[str, Any]:
+        """XLA's `compiler_options` for a platform. The user's own come last and win."""
+        options: dict[str, Any] = {}
+        if self.xla_remat == OFF:
+            options["xla_disable_hlo_passes"] = "rematerialization"
+        if platform == "cuda":
+            if self.autotune_results:
+                options["xla_gpu_load_autotune_results_from"] = self.autotune_results
+            else:
+                options["xla_gpu_enable_triton_gemm"] = self.gemm == "triton"
+        return options | {name: _typed(value) for name, value in self.xla_options}
+
+    def gemm_backend(self, platform: str) -> str:
+        """The record's word for who multiplies: "cublas", "triton", "autotuned", or "cpu"."""
+        if platform != "cuda":
+            return platform
+        return "autotuned" if self.autotune_results else self.gemm
+
+
+def _typed(value: str) -> bool | int | float | str:
+    """XLA refuses a flag's value in a type that is not the flag's own."""
+    if value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(value)
+        except ValueError:
+            continue
+    return value
+
+
+@dataclass(frozen=True)
+class MemoryStats:
+    """XLA's own totals of an executable, bytes on one device and in its host's memory."""
+
+    argument: int
+    output: int
+    alias: int
+    temp: int
+    host_argument: int
+    host_output: int
+    host_temp: int
+    peak: int
+    """`peak_memory_in_bytes`. Wrong on the CPU backend, where it leaves temporaries out."""
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """A compiled step.
+
+    Attributes:
+      traced: what was compiled.
+      options: how.
+      memory: XLA's totals.
+      hlo_proto: the serialized HloProto after optimization, buffer assignment included.
+      executable: JAX's Compiled; it runs only where the target is attached.
+      compile_s: seconds for lowering and compiling.
+    """
+
+    traced: TracedStep
+    options: CompileOptions
+    memory: MemoryStats
+    hlo_proto: bytes
+    executable: Any
+    compile_s: float
+
+
+def compile_step(traced: TracedStep, options: CompileOptions | None = None) -> CompiledStep:
+    """The program that XLA makes of `traced` for its target.
+
+    Raises TargetError when the GPU cannot run the program (bf16 matmuls on a V100 or T4), CompileError when
+    XLA refuses it for another reason.
+    """
+    options = options or CompileOptions()
+    platform = traced.target.chip.platform
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="remat-kit-") as folder:
+        compiler_options = {"xla_dump_to": folder, "xla_dump_hlo_as_proto": True} | options.for_xla(platform)
+        # A hit in the persistent cache would compile nothing and so write no proto.
+        cached = jax.config.jax_enable_compilation_cache
+        jax.config.update("jax_enable_compilation_cache", False)
+        try:
+            executable = traced.traced.lower().compile(compiler_options=compiler_options)
+        except jax.errors.JaxRuntimeError as error:
+            raise _explained(error, traced) from error
+        finally:
+            jax.config.update("jax_enable_compilation_cache", cached)
+        protos = sorted(pathlib.Path(folder).glob("*after_optimizations.hlo.pb"), key=lambda path: path.stat().st_size)
+        if not protos:
+            raise CompileError(
+                "XLA wrote no HloProto for the compiled step. Leave xla_dump_to and xla_dump_hlo_* out of "
+                f"--xla-option; got {dict(options.xla_options)}."
+            )
+        hlo_proto = protos[-1].read_bytes()
+    stats = executable.memory_analysis()
+    memory = MemoryStats(
+        argument=stats.argument_size_in_bytes,
+        output=stats.output_size_in_bytes,
+        alias=stats.alias_size_in_bytes,
+        temp=stats.temp_size_in_bytes,
+        host_argument=stats.host_argument_size_in_bytes,
+        host_output=stats.host_output_size_in_bytes,
+        host_temp=stats.host_temp_size_in_bytes,
+        peak=stats.peak_memory_in_bytes,
+    )
+    return CompiledStep(traced, options, memory, hlo_proto, executable, time.perf_counter() - start)
+
+
+def _explained(error: Exception, traced: TracedStep) -> TargetError | CompileError:
+    text = str(error)
+    target = traced.target
+    if "ALG_DOT_BF16" in text or ("bf16" not in target.chip.flops_per_s and traced.precision == "bfloat16"):
+        return TargetError(
+            f"{target.chip.title} has no bfloat16 matmuls, and this step has some. "
+            "Build the step in float16 or float32, or name a GPU of compute capability 8.0 or later (a100 and on)."
+        )
+    if target.compute_capability < (7, 5) and target.chip.platform == "cuda":
+        return TargetError(
+            f"{target.chip.title} (compute capability {'.'.join(map(str, target.compute_capability))}) is older than "
+            "what CUDA 13 compiles for. Name a newer GPU, or install the CUDA 12 plugin: pip install 'jax[cuda12]'."
+        )
+    first = text.strip().splitlines()[0] if text.strip() else type(error).__name__
+    return CompileError(
+        f"XLA refused the step for {target.name!r}: {first} "
+        "Look at the step with policy none and --target cpu to see whether it compiles at all."
+    )

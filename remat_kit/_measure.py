@@ -1,0 +1,172 @@
+"""Run a compiled step on the attached device: its time, its memory, and whether its gradients are right."""
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from remat_kit._compile import CompiledStep
+from remat_kit._errors import MeasurementError
+from remat_kit._record import MeasuredTime
+from remat_kit._step import Step
+from remat_kit._trace import TracedStep, device_mesh
+
+
+def real_args(step: Step, seed: int = 0) -> tuple[Any, ...]:
+    """Real arguments of `step`: its own where they are arrays, else what its `init` makes of `seed`.
+
+    Raises MeasurementError when the arguments are abstract and there is no `init`.
+    """
+    if step.init is not None:
+        return step.init(seed)
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(step.args)):
+        raise MeasurementError(
+            "this step has abstract arguments and no init, so there is nothing to run it on. "
+            "Give Step(init=...), a function of a seed that returns real arguments, or measure without --measure."
+        )
+    return jax.tree.map(jnp.copy, step.args)
+
+
+def measure_interleaved(
+    steps: Mapping[str, CompiledStep], args: tuple[Any, ...], *, rounds: int = 20, seconds: float = 60.0
+) -> Iterator[tuple[str, MeasuredTime]]:
+    """For each name of `steps`, the time of one step, when all of them have been measured.
+
+    The steps take turns, one call each in a round and in another order every round, so that whatever slows
+    the machine for a while slows all of them. Two warm-up calls each are not counted. It stops after `rounds`
+    rounds, or after `seconds` once 5 rounds are done. `args` are used up: a step's donated arguments are
+    replaced by its outputs of the same shapes, so one state serves all steps.
+    """
+    names = list(steps)
+    for name in names * 2:
+        args = _run(steps[name], args)[1]
+    times: dict[str, list[float]] = {name: [] for name in names}
+    start = time.perf_counter()
+    for turn in range(rounds):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            elapsed, args = _run(steps[name], args)
+            times[name].append(elapsed)
+        if turn >= 4 and time.perf_counter() - start > seconds:
+            break
+    for name in names:
+        yield name, summarize(times[name], device_name(steps[name]))
+
+
+def summarize(seconds: Sequence[float], device: str) -> MeasuredTime:
+    """Median, 10th and 90th percentile of measured times."""
+    p10, median, p90 = np.percentile(seconds, [10, 50, 90])
+    return MeasuredTime(float(median), float(p10), float(p90), device, len(seconds))
+
+
+def device_name(compiled: CompiledStep) -> str:
+    """What the measured device calls itself."""
+    return device_mesh(compiled.traced.target).devices.flat[0].device_kind
+
+
+def _run(compiled: CompiledStep, args: tuple[Any, ...]) -> tuple[float, tuple[Any, ...]]:
+    """Seconds of one call, and the arguments for the next one."""
+    step = compiled.traced.step
+    jax.block_until_ready(args)
+    start = time.perf_counter()
+    outputs = jax.block_until_ready(compiled.executable(*args))
+    return time.perf_counter() - start, _next_args(step, args, outputs)
+
+
+def _next_args(step: Step, args: tuple[Any, ...], outputs: Any) -> tuple[Any, ...]:
+    """`args` with each donated one, which is gone now, replaced by the output of the same structure."""
+    candidates = [outputs, *(outputs if isinstance(outputs, tuple | list) else ())]
+    fresh = list(args)
+    for position in step.donate:
+        wanted = _signature(step.args[position])
+        match = next((output for output in candidates if _signature(output) == wanted), None)
+        if match is None:
+            raise MeasurementError(
+                f"the step donates argument {position} and returns nothing of its shape, so it cannot run twice. "
+                "Return the new state as one output, or leave the argument out of Step.donate to measure it."
+            )
+        fresh[position] = match
+    return tuple(fresh)
+
+
+def _signature(tree: Any) -> Any:
+    return jax.tree.structure(tree), [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)]
+
+
+def allocator_peak(compiled: CompiledStep, args: tuple[Any, ...]) -> int | None:
+    """The most bytes that the device's allocator had in use, after one call; None where it does not count.
+
+    It counts since the process began and whatever else lives on the device: call it once, first, in a process
+    of its own, with no other array alive than `args`.
+    """
+    jax.block_until_ready(compiled.executable(*args))
+    stats = jax.devices()[0].memory_stats()
+    return int(stats["peak_bytes_in_use"]) if stats and "peak_bytes_in_use" in stats else None
+
+
+@dataclass(frozen=True)
+class GradientCheck:
+    """How far loss and gradients are from those of policy `none`, as a share of their norm."""
+
+    loss_error: float
+    worst_leaf: str
+    worst_error: float
+    tolerance: float
+
+
+def tolerance_of(precision: str) -> float:
+    """The relative difference that recomputation may make in arithmetic of `precision`: eps^(2/3).
+
+    XLA fuses a recomputed value otherwise than the saved one, so some results round differently. One rounding
+    is eps; the sum of many stays below the square root of eps. bfloat16 0.039, float16 0.0098, float32
+    2.4e-5, float64 3.7e-11.
+    """
+    return float(jnp.finfo(precision).eps) ** (2 / 3)
+
+
+def check_gradients(traced: TracedStep, reference: TracedStep, seed: int = 0) -> GradientCheck:
+    """The difference between a step's loss and gradients and the reference's on the same inputs.
+
+    Raises MeasurementError when it is above what the precision of the step explains, or not finite.
+    """
+    tolerance = tolerance_of(traced.precision)
+    got = _loss_and_grads(traced.step, seed)
+    wanted = _loss_and_grads(reference.step, seed)
+    if jax.tree.structure(got) != jax.tree.structure(wanted):
+        raise MeasurementError(
+            "the gradients have another structure than under policy none: "
+            f"{jax.tree.structure(got)} against {jax.tree.structure(wanted)}. A policy must not change the parameters."
+        )
+    leaves = jax.tree_util.tree_leaves_with_path(wanted)
+    total = math.sqrt(sum(_norm(leaf) ** 2 for _, leaf in leaves[1:]))
+    errors = {}
+    for (path, expected), actual in zip(leaves, jax.tree.leaves(got), strict=True):
+        # A gradient that is zero but for rounding (a key's bias under softmax) has no scale of its own.
+        scale = _norm(expected) + (0.01 * total if path != leaves[0][0] else 0.0)
+        errors[jax.tree_util.keystr(path)] = _norm(_host(actual) - _host(expected)) / max(scale, 1e-30)
+    worst = max(errors, key=lambda path: errors[path] if math.isfinite(errors[path]) else math.inf)
+    check = GradientCheck(next(iter(errors.values())), worst, errors[worst], tolerance)
+    if not check.worst_error <= tolerance:
+        raise MeasurementError(
+            f"{worst or 'the loss'} differs from policy none by {check.worst_error:.2g} of its norm, and "
+            f"{traced.precision} explains at most {tolerance:.2g}: the gradients are wrong. "
+            "Report it to JAX with this policy; do not train with it."
+        )
+    return check
+
+
+def _loss_and_grads(step: Step, seed: int) -> Any:
+    function = step.loss_and_grads or step.fn
+    return jax.device_get(jax.jit(function)(*real_args(step, seed)))
+
+
+def _host(leaf: Any) -> np.ndarray:
+    return np.asarray(leaf).astype(np.float64)
+
+
+def _norm(leaf: Any) -> float:
+    return float(np.linalg.norm(_host(leaf).ravel()))

@@ -1,0 +1,75 @@
+"""Which rows are worth a look: the Pareto front of need against step time, who dominates whom, and ties."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from remat_kit._record import Record
+
+NEED_TOLERANCE = 0.005
+"""Needs that differ by less are equal here: allocators round, and autotuning moves temporaries."""
+TIME_TOLERANCE = 0.01
+"""Step times that differ by less are equal here: a prediction is not that exact, nor is a measurement."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a row stands among the others.
+
+    Attributes:
+      on_front: no other row dominates it.
+      dominated_by: the policy of a row that is no worse in need and in time, and better in one; or None.
+      ties: the policies of rows whose need and time are both equal to its own, within the tolerances.
+    """
+
+    on_front: bool
+    dominated_by: str | None = None
+    ties: tuple[str, ...] = ()
+
+
+def step_seconds(records: Sequence[Record]) -> tuple[list[float | None], str]:
+    """The step time of each record that they are compared by, and "measured" or "predicted".
+
+    Measured only when all rows that compiled were measured on the target itself; the time on this machine's
+    CPU says nothing about a GPU that is not there.
+    """
+    compiled = [record for record in records if record.need_bytes is not None]
+    here = all(record.target == "cpu" or record.target.startswith("attached") for record in compiled)
+    if compiled and here and all(record.measured_step_s for record in compiled):
+        return [record.measured_step_s.median if record.measured_step_s else None for record in records], "measured"
+    return [record.predicted_step_s for record in records], "predicted"
+
+
+def standings(records: Sequence[Record]) -> list[Standing | None]:
+    """The standing of each record among all of them; None for a record without a need or a time."""
+    seconds, _ = step_seconds(records)
+    points = {
+        index: (record.need_bytes, second)
+        for index, (record, second) in enumerate(zip(records, seconds, strict=True))
+        if record.need_bytes is not None and second is not None
+    }
+    beaten_by = {i: [j for j in points if j != i and _dominates(points[j], points[i])] for i in points}
+    result: list[Standing | None] = [None] * len(records)
+    for i, better in beaten_by.items():
+        # A row of the front explains more than one that is dominated itself; of those, the fastest.
+        best = sorted(better, key=lambda j: (bool(beaten_by[j]), points[j][1], points[j][0]))
+        ties = tuple(records[j].policy for j in points if j != i and _ties(points[i], points[j]))
+        result[i] = Standing(not best, records[best[0]].policy if best else None, ties)
+    return result
+
+
+def _dominates(a: tuple[int, float], b: tuple[int, float]) -> bool:
+    """`a` is better than `b` in need or time by more than the tolerance, and worse in neither by more.
+
+    With tolerances this is not transitive. It has no cycles either: in units of the tolerances, log need plus
+    log time falls along each pair. So some row is always on the front.
+    """
+    need, time = (1 + NEED_TOLERANCE), (1 + TIME_TOLERANCE)
+    no_worse = a[0] <= b[0] * need and a[1] <= b[1] * time
+    better = a[0] * need < b[0] or a[1] * time < b[1]
+    return no_worse and better
+
+
+def _ties(a: tuple[int, float], b: tuple[int, float]) -> bool:
+    return max(a[0], b[0]) <= min(a[0], b[0]) * (1 + NEED_TOLERANCE) and max(a[1], b[1]) <= min(a[1], b[1]) * (
+        1 + TIME_TOLERANCE
+    )

@@ -1,0 +1,1 @@
+"""Reports: each file here turns saved records into text or a picture, and knows nothing else."""

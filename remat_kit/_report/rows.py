@@ -1,0 +1,157 @@
+"""The parts that the reports share: how a figure of a record is written, and what to say beside it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from remat_kit._pareto import Standing, standings, step_seconds
+from remat_kit._record import Record
+from remat_kit._units import GiB, format_bytes, format_seconds
+
+UNKNOWN = "-"
+FITS_WORDS = {
+    "yes": "fits",
+    "tight": "tight",
+    "no": "does not fit",
+}
+
+
+def gib(count: int | None) -> str:
+    """Bytes in GiB with two digits after the point: what columns are compared by."""
+    return UNKNOWN if count is None else f"{count / GiB:,.2f}"
+
+
+def bytes_text(count: int | None) -> str:
+    """Bytes in the unit that suits them."""
+    return UNKNOWN if count is None else format_bytes(count)
+
+
+def seconds_text(seconds: float | None) -> str:
+    """Seconds in the unit that suits them."""
+    return UNKNOWN if seconds is None else format_seconds(seconds)
+
+
+def milliseconds(seconds: float | None) -> str:
+    """Seconds as milliseconds, three digits that count or more."""
+    if seconds is None:
+        return UNKNOWN
+    value = seconds * 1e3
+    return f"{value:,.1f}" if value >= 10 else f"{value:.3g}"
+
+
+def recompute_percent(record: Record) -> str:
+    """Recomputed FLOPs as a share of the model's."""
+    if record.recompute_flops is None or not record.model_flops:
+        return UNKNOWN
+    return f"{record.recompute_flops / record.model_flops:.1%}"
+
+
+def fits_text(record: Record) -> str:
+    """`fits, 60.1 GiB left`; or by how much it does not."""
+    if record.fits is None:
+        return UNKNOWN
+    word = FITS_WORDS.get(record.fits, record.fits)
+    if record.margin_bytes is None:
+        return word
+    rest = "over" if record.margin_bytes < 0 else "left"
+    return f"{word}, {gib(abs(record.margin_bytes))} {rest}"
+
+
+def standing_text(standing: Standing | None) -> str:
+    """`front`, or the policy that dominates; and ties."""
+    if standing is None:
+        return ""
+    text = "* front" if standing.on_front else f"dominated by {standing.dominated_by}"
+    return f"{text}, ties {', '.join(standing.ties)}" if standing.ties else text
+
+
+def title(records: Sequence[Record]) -> str:
+    """What all records have in common: workload, options, target, mesh."""
+    first = records[0]
+    parts = [first.workload, options_text(first.options), f"for {target_text(first)}"]
+    same = all((r.workload, r.options, target_text(r)) == (first.workload, first.options, target_text(first))
+               for r in records)  # fmt: skip
+    return " ".join(part for part in parts if part) if same else f"{len(records)} records"
+
+
+def options_text(options: Mapping[str, object]) -> str:
+    """Options as they are typed."""
+    return " ".join(f"{name}={value}" for name, value in options.items())
+
+
+def target_text(record: Record) -> str:
+    """The target, and its mesh when it is more than one device."""
+    mesh = {name: size for name, size in record.mesh.items() if size > 1}
+    return f"{record.target} x ({', '.join(f'{n}={s}' for n, s in mesh.items())})" if mesh else record.target
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table: its name, where its figures come from, and its cells."""
+
+    name: str
+    source: str
+    cells: tuple[str, ...]
+    left: bool = False
+
+
+def columns(records: Sequence[Record]) -> list[Column]:
+    """The columns of a table of records. One that says nothing, or the same in every row, is left out."""
+
+    def column(name: str, source: str, cells: Sequence[str], left: bool = False) -> Column:
+        return Column(name, source, tuple(cells), left)
+
+    found = [column("policy", "", [record.policy for record in records], left=True)]
+    found += [
+        column(name, "", cells, left=True)
+        for name, cells in (
+            ("workload", [f"{record.workload} {options_text(record.options)}".strip() for record in records]),
+            ("target", [target_text(record) for record in records]),
+            ("GEMM", [record.gemm_backend for record in records]),
+            ("XLA's remat", [record.xla_remat for record in records]),
+        )
+        if len(set(cells)) > 1
+    ]
+    _, time_source = step_seconds(records)
+    found += [
+        column("need GiB", "compiled", [gib(record.need_bytes) for record in records]),
+        column("live peak GiB", "compiled", [gib(record.live_peak_bytes) for record in records]),
+        column("saved/block", "counted", [bytes_text(record.saved_bytes_per_block) for record in records]),
+        column("recompute of model FLOPs", "counted", [recompute_percent(record) for record in records]),
+        column("step ms", "predicted", [milliseconds(record.predicted_step_s) for record in records]),
+    ]
+    if any(record.measured_step_s for record in records):
+        found.append(column("step ms", "measured", [measured_text(record) for record in records]))
+    if any(record.measured_peak_bytes is not None for record in records):
+        found.append(column("peak GiB", "measured", [gib(record.measured_peak_bytes) for record in records]))
+    found += [
+        column("fits, GiB", "compiled", [fits_text(record) for record in records], left=True),
+        column(
+            "need against step time",
+            f"compiled, {time_source}",
+            [standing_text(standing) for standing in standings(records)],
+            left=True,
+        ),
+    ]
+    return found
+
+
+def measured_text(record: Record) -> str:
+    """Median milliseconds, and half of the range from the 10th to the 90th percentile."""
+    measured = record.measured_step_s
+    if measured is None:
+        return UNKNOWN
+    return f"{milliseconds(measured.median)} ± {milliseconds((measured.p90 - measured.p10) / 2)}"
+
+
+def failures(records: Sequence[Record]) -> list[str]:
+    """One line for each failed record."""
+    return [f"{record.policy}: {record.error}" for record in records if record.error]
+
+
+def warnings(records: Sequence[Record]) -> list[str]:
+    """Each warning once, with the policies that it is about."""
+    about: dict[str, list[str]] = {}
+    for record in records:
+        for warning in record.warnings:
+            about.setdefault(warning, []).append(record.policy)
+    return [f"{', '.join(dict.fromkeys(policies))}: {warning}" for warning, policies in about.items()]

@@ -1,0 +1,124 @@
+"""The report of one record: every figure, where it comes from, and what it adds up to."""
+
+from collections.abc import Iterable
+
+from remat_kit._record import Record
+from remat_kit._report import rows
+from remat_kit._units import format_bytes, format_flops, format_seconds
+
+_WIDTH = 34
+
+
+def render(record: Record) -> str:
+    """The report as text. Each figure says compiled, counted, predicted or measured."""
+    lines = [
+        f"{rows.title([record])}: policy {record.policy}",
+        f"  {' '.join(f'{name} {version}' for name, version in record.versions.items())}",
+        f"  GEMM backend: {record.gemm_backend}; XLA's own rematerialization: {record.xla_remat}"
+        + "".join(f"; {name}={value}" for name, value in record.compile_options.items()),
+    ]
+    if record.error:
+        lines += ["", f"FAILED: {record.error}"]
+    for section in (_need, _live_peak, _saved, _flops, _predicted, _measured, _closing):
+        body = list(section(record))
+        if body:
+            lines += ["", *body]
+    return "\n".join(lines) + "\n"
+
+
+def _row(name: str, value: str, note: str = "") -> str:
+    return f"  {name:<{_WIDTH}}{value:>14}{f'  {note}' if note else ''}".rstrip()
+
+
+def _need(record: Record) -> Iterable[str]:
+    if record.need_bytes is None:
+        return
+    yield "Need (compiled: XLA's buffer assignment)"
+    for sign, name, count in (
+        ("", "arguments", record.argument_bytes),
+        ("+ ", "outputs", record.output_bytes),
+        ("- ", "outputs in the place of arguments", record.alias_bytes),
+        ("+ ", "temporaries", record.temp_bytes),
+    ):
+        yield _row(sign + name, rows.bytes_text(count))
+    yield _row("= need", format_bytes(record.need_bytes), f"{record.need_bytes:,} bytes")
+    hosts = (record.host_argument_bytes, record.host_output_bytes, record.host_temp_bytes)
+    if any(hosts):
+        yield _row("on the host, besides", format_bytes(sum(count or 0 for count in hosts)))
+    if record.fits is None:
+        return
+    word = {
+        "yes": "fits in the pool that JAX takes by default",
+        "tight": "fits only in a larger pool than JAX takes by default (XLA_PYTHON_CLIENT_MEM_FRACTION)",
+        "no": "does not fit",
+    }.get(record.fits, record.fits)
+    yield _row("of what a process can allocate", rows.bytes_text(record.capacity_bytes), word)
+    if record.margin_bytes is not None:
+        side = "missing" if record.margin_bytes < 0 else "left"
+        yield _row(f"  {side}", format_bytes(abs(record.margin_bytes)))
+    yield "  Not in the need: the CUDA context, library handles, communication buffers, other live arrays and"
+    yield "  executables, and fragmentation of the allocator."
+
+
+def _live_peak(record: Record) -> Iterable[str]:
+    if record.live_peak_bytes is None:
+        return
+    phase = f", in {record.live_peak_phase}" if record.live_peak_phase else ""
+    yield f"Live peak (compiled: XLA's heap trace, replayed){phase}"
+    for name, count in sorted(record.categories.items(), key=lambda item: (-item[1], item[0])):
+        share = count / record.live_peak_bytes if record.live_peak_bytes else 0.0
+        yield _row(name, format_bytes(count), f"{share:6.1%}")
+    yield _row("= live peak", format_bytes(record.live_peak_bytes), f"{record.live_peak_bytes:,} bytes")
+    if record.attributed_share is not None:
+        yield _row("attributed to a module", f"{record.attributed_share:.1%}")
+
+
+def _saved(record: Record) -> Iterable[str]:
+    if record.saved_bytes is None and record.saved_bytes_per_block is None:
+        return
+    yield "Saved from forward to backward (counted on the jaxpr)"
+    yield _row("a block", rows.bytes_text(record.saved_bytes_per_block))
+    yield _row("the whole step", rows.bytes_text(record.saved_bytes))
+    if record.effect:
+        yield f"  {record.effect}"
+
+
+def _flops(record: Record) -> Iterable[str]:
+    if record.step_flops is None or record.model_flops is None or record.recompute_flops is None:
+        return
+    yield "FLOPs (counted on the jaxpr: matmuls, convolutions and fused attention)"
+    yield _row("model", format_flops(record.model_flops))
+    note = "" if record.recomputed_matmuls is None else f", {record.recomputed_matmuls} matmuls"
+    yield _row("+ recomputed", format_flops(record.recompute_flops), f"{rows.recompute_percent(record)} of model{note}")
+    yield _row("= step", format_flops(record.step_flops))
+
+
+def _predicted(record: Record) -> Iterable[str]:
+    if record.predicted_step_s is None:
+        return
+    yield "Step time (predicted: a roofline over the scheduled program, not a measurement)"
+    for name, seconds in record.predicted_breakdown_s.items():
+        yield _row(name.replace("_", " "), format_seconds(seconds))
+    yield _row("= step", format_seconds(record.predicted_step_s))
+
+
+def _measured(record: Record) -> Iterable[str]:
+    if record.measured_step_s is None and record.measured_peak_bytes is None:
+        return
+    measured = record.measured_step_s
+    where = f" on {measured.device}, {measured.rounds} rounds" if measured else ""
+    yield f"Measured{where}"
+    if measured:
+        yield _row("step, median", format_seconds(measured.median))
+        yield _row("10th to 90th percentile", f"{format_seconds(measured.p10)} to {format_seconds(measured.p90)}")
+    if record.measured_peak_bytes is not None:
+        yield _row("allocator's peak", format_bytes(record.measured_peak_bytes))
+
+
+def _closing(record: Record) -> Iterable[str]:
+    for warning in record.warnings:
+        yield f"warning: {warning}"
+    times = (("traced", record.trace_s), ("compiled", record.compile_s), ("analyzed", record.analyze_s))
+    spent = ", ".join(f"{name} in {format_seconds(seconds)}" for name, seconds in times if seconds is not None)
+    if spent:
+        yield f"({spent})"

@@ -1,0 +1,160 @@
+"""What a step keeps from forward to backward, counted on its jaxpr.
+
+JAX's own listing of residuals is private, gives no bytes and cannot look inside a scan. Here a value is
+*saved* when an equation of the forward phase makes it and an equation of the backward phase uses it.
+Arguments of the step (parameters, batch) are there anyway and are not counted.
+"""
+
+import collections
+import re
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from remat_kit._jaxpr import BACKWARD, FORWARD, RECOMPUTE, Eqn, Jaxpr, bodies, nbytes, phase_of, primitive_of
+
+
+@dataclass(frozen=True)
+class SavedValue:
+    """One value kept from forward to backward.
+
+    Attributes:
+      bytes: its size; of a scan's stacked output, all iterations together.
+      shape: e.g. `bf16[12,8,1024,768]`.
+      block: the repeated block that uses it in backward, "" outside of blocks.
+      count: how many blocks share it: the length of a scan, else 1.
+      on_host: it waits in host memory.
+    """
+
+    bytes: int
+    shape: str
+    block: str
+    count: int
+    on_host: bool
+
+
+@dataclass(frozen=True)
+class Saved:
+    """All that is kept from forward to backward, largest first."""
+
+    values: tuple[SavedValue, ...]
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes kept on the device."""
+        return sum(value.bytes for value in self.values if not value.on_host)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes kept in host memory."""
+        return sum(value.bytes for value in self.values if value.on_host)
+
+    @property
+    def device_bytes_per_block(self) -> int | None:
+        """Bytes one repeated block keeps on the device; None when no block repeats.
+
+        Of a scan, the bytes of one iteration. Of an unrolled stack, the median over its blocks. Where there
+        are several stacks, that of the one with the most bytes.
+        """
+        stacks: dict[str, list[int]] = collections.defaultdict(list)
+        for (stack, _), total in self._per_block().items():
+            stacks[stack].append(total)
+        repeated = {stack: sizes for stack, sizes in stacks.items() if len(sizes) > 1 or stack.startswith("scan")}
+        if not repeated:
+            return None
+        return int(statistics.median(max(repeated.values(), key=sum)))
+
+    def _per_block(self) -> dict[tuple[str, str], int]:
+        """(stack, block) -> bytes of one block. A stack is a scan, or the blocks whose names differ in a number."""
+        sizes: dict[tuple[str, str], int] = collections.defaultdict(int)
+        for value in self.values:
+            if value.block and not value.on_host:
+                sizes[re.sub(r"\d+$", "", value.block), value.block] += value.bytes // value.count
+        return sizes
+
+
+def saved_values(jaxpr: Jaxpr) -> Saved:
+    """The values that the step of `jaxpr` keeps from forward to backward."""
+    made_forward: dict[Any, Eqn] = {}
+    same_as: dict[Any, Any] = {}
+    uses: dict[Any, str] = {}
+    scan_names: dict[int, str] = {}
+    for eqn, stack, inputs, outputs in _flat(jaxpr):
+        inputs = [same_as.get(var, var) for var in inputs]
+        phase = phase_of(stack)
+        if phase == FORWARD:
+            for var in outputs:
+                made_forward[var] = eqn
+        elif phase in (BACKWARD, RECOMPUTE):
+            if primitive_of(eqn) == "scan":
+                block = scan_names.setdefault(id(eqn), f"scan{len(scan_names)}:")
+            else:
+                block = _block_of(stack)
+            for var in inputs:
+                if var in made_forward:
+                    uses.setdefault(var, block)
+        if primitive_of(eqn) in _RENAMING and len(inputs) == len(outputs):
+            same_as.update(zip(outputs, inputs, strict=True))
+    values = []
+    for var, block in uses.items():
+        eqn = made_forward[var]
+        length = int(eqn.params["length"]) if primitive_of(eqn) == "scan" and _is_stacked(eqn, var) else 1
+        if block.startswith("scan") and length == 1:
+            block = ""  # one value for the whole scan, e.g. what it carries at its end
+        on_host = "host" in str(getattr(var.aval, "memory_space", "")).lower()
+        values.append(SavedValue(nbytes(var), var.aval.str_short(short_dtypes=True), block, length, on_host))
+    return Saved(tuple(sorted(values, key=lambda value: -value.bytes)))
+
+
+# Outputs of these are their inputs under another name or shape: not a second buffer.
+_RENAMING = frozenset({"name", "CheckpointName", "reshape", "squeeze", "expand_dims", "optimization_barrier",
+                       "sharding_constraint"})  # fmt: skip
+
+
+def _flat(jaxpr: Jaxpr):
+    """The equations at the top of `jaxpr` with calls of `jit` inlined: (eqn, name stack, inputs, outputs)."""
+
+    def visit(body: core.Jaxpr, outer: str, known: dict[Any, Any]):
+        def look_up(var: Any) -> Any:
+            return None if isinstance(var, core.Literal) else known.get(var, var)
+
+        for eqn in body.eqns:
+            own = str(eqn.source_info.name_stack)
+            stack = f"{outer}/{own}" if own and outer else own or outer
+            inputs = [look_up(var) for var in eqn.invars]
+            inner = bodies(eqn)
+            if primitive_of(eqn) in ("jit", "pjit", "closed_call", "core_call") and len(inner) == 1:
+                callee = inner[0][0]
+                scope = dict(zip(callee.invars, inputs, strict=True))
+                yield from visit(callee, stack, scope)
+                known.update(
+                    (outer_var, scope.get(var, var))
+                    for outer_var, var in zip(eqn.outvars, callee.outvars, strict=True)
+                    if not isinstance(var, core.Literal)
+                )
+            else:
+                yield eqn, stack, inputs, list(eqn.outvars)
+
+    while not isinstance(jaxpr, core.Jaxpr):
+        jaxpr = jaxpr.jaxpr
+    yield from visit(jaxpr, "", {})
+
+
+def _is_stacked(eqn: Eqn, var: Any) -> bool:
+    num_carry = eqn.params.get("num_carry")
+    if num_carry is None:  # newer JAX describes the outputs as (carry, stacked)
+        num_carry = len(_leaves(eqn.params["ft_out"][0]))
+    return any(var is out for out in eqn.outvars[num_carry:])
+
+
+def _leaves(tree: Any) -> list[Any]:
+    return jax.tree.leaves(tree, is_leaf=lambda leaf: leaf is None)
+
+
+def _block_of(stack: str) -> str:
+    """The outermost numbered scope of a name stack, `block_3` of `transpose(jvp(block_3))/mlp`; "" without one."""
+    match = re.search(r"(?<![A-Za-z0-9_.])[A-Za-z][A-Za-z0-9_.]*?_\d+(?![A-Za-z0-9_])", stack)
+    return match[0] if match else ""

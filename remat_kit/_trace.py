@@ -1,0 +1,216 @@
+"""`trace`: a step's jaxpr for a target, and all that is counted on it.
+
+This is the only file that may touch `jax._src`: JAX asks the attached GPU for its cuDNN when it traces fused
+attention, and there is no public way to answer for a GPU that is described and not there.
+"""
+
+import contextlib
+import functools
+import os
+import pathlib
+import shutil
+import site
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from remat_kit._errors import PolicyError, RematKitError, TargetError
+from remat_kit._jaxpr import Work, count_work, lowest_precision, primitive_of, tag_of, walk
+from remat_kit._policy import Policy, Region, Rule
+from remat_kit._saved import Saved, saved_values
+from remat_kit._step import Step
+from remat_kit._target import Target
+
+_CUDNN_VERSION = 91000
+"""What a described GPU is said to have, 9.10.0: the oldest cuDNN that XLA in jax 0.11 supports in full."""
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """A step as a jaxpr for a target.
+
+    Attributes:
+      step: what was traced.
+      target: what it was traced for.
+      traced: JAX's own Traced, from which it is lowered.
+      work: matmuls and FLOPs, counted on the jaxpr.
+      saved: what is kept from forward to backward, counted on the jaxpr.
+      precision: the least precise floating-point type in it; a comparison's tolerance follows it.
+      tags: every tensor name in it.
+      warnings: what a reader of the figures has to know.
+      trace_s: seconds that JAX took to trace.
+    """
+
+    step: Step
+    target: Target
+    traced: Any
+    work: Work
+    saved: Saved
+    precision: str
+    tags: frozenset[str]
+    warnings: tuple[str, ...]
+    trace_s: float
+
+
+def trace(step: Step, target: Target, policy: Policy | None = None) -> TracedStep:
+    """The step as a jaxpr for `target`, with what is counted on it. Nothing is allocated.
+
+    With `policy`, the policy that the step was built with, its names are checked against the model's. Raises
+    PolicyError when none of them occurs, TargetError when the target's compiler is not installed.
+    """
+    mesh = device_mesh(target)
+    replicated = NamedSharding(mesh, PartitionSpec())
+    args = jax.tree.map(functools.partial(_abstract, replicated), step.args)
+    start = time.perf_counter()
+    with _cudnn_of(target):
+        traced = jax.jit(step.fn, donate_argnums=step.donate).trace(*args)
+    trace_s = time.perf_counter() - start
+    jaxpr = traced.jaxpr
+    tags = frozenset(tag for equation in walk(jaxpr) if (tag := tag_of(equation.eqn)))
+    warnings = check_policy(policy, jaxpr, tags) if policy else ()
+    return TracedStep(
+        step, target, traced, count_work(jaxpr), saved_values(jaxpr), lowest_precision(jaxpr), tags, warnings, trace_s
+    )
+
+
+def _abstract(sharding: NamedSharding, leaf: Any) -> Any:
+    """`leaf` without its data, on the target's devices unless it says itself where it is."""
+    given = leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        leaf = jax.eval_shape(lambda: leaf)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=given or sharding, weak_type=_is_weak(leaf))
+
+
+def _is_weak(leaf: Any) -> bool:
+    return bool(getattr(leaf, "weak_type", False))
+
+
+def check_policy(policy: Policy, jaxpr: Any, tags: frozenset[str]) -> tuple[str, ...]:
+    """Warnings about `policy` on this model. Raises PolicyError when none of its names is in the model."""
+    if policy.region is Region.NOTHING:
+        return ()
+    warnings = []
+    known = f"The model tags: {', '.join(sorted(tags))}." if tags else "The model tags no tensor."
+    wanted = set(policy.tensor_names)
+    if wanted and not wanted & tags:
+        raise PolicyError(
+            f"policy {policy.name!r} names {', '.join(sorted(wanted))}, and none of them is in the model: it would "
+            f"do what 'full' does. {known} Tag tensors with jax.ad_checkpoint.checkpoint_name, or use a policy "
+            "that needs no names, e.g. dots_saveable."
+        )
+    if policy.kernels and not any(primitive_of(equation.eqn) in policy.kernels for equation in walk(jaxpr)):
+        warnings.append(
+            f"none of the kernels that policy {policy.name!r} keeps ({', '.join(policy.kernels)}) is in the program"
+        )
+    if jax.config.jax_remat3 and (policy.kernels or policy.rule is not Rule.RECOMPUTE):
+        warnings.append(
+            f"jax_remat3 is on: JAX asks policy {policy.name!r} about tensor names and, from 0.12, matmuls only; "
+            "whatever else it would keep is computed again"
+        )
+    return tuple(warnings)
+
+
+def device_mesh(target: Target) -> Mesh:
+    """The devices to compile for: the target's own where it is attached, else compile-only ones.
+
+    Raises TargetError when there are too few devices, or no CUDA plugin to compile with.
+    """
+    names, sizes = (tuple(axis) for axis in zip(*target.mesh, strict=True))
+    if target.attached:
+        try:
+            devices = jax.devices(target.chip.platform)
+        except RuntimeError as error:
+            raise TargetError(
+                f"target {target.name!r} needs a {target.chip.platform} device here, and JAX finds none: {error}. "
+                "Name a GPU instead (remat-kit targets lists them); it need not be attached."
+            ) from error
+        if len(devices) < target.num_devices:
+            raise TargetError(
+                f"the mesh {dict(target.mesh)} needs {target.num_devices} devices, {len(devices)} are attached. "
+                "Use a smaller mesh, or name a GPU, of which there can be any number."
+            )
+        return jax.make_mesh(sizes, names, devices=devices[: target.num_devices])
+    _check_toolchain(target)
+    try:
+        topology = _topology(target.xla_config(), target.num_devices)
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        raise TargetError(
+            f"cannot compile for {target.name!r} here: {_first_line(error)}. Compiling for a GPU that is not there "
+            "needs JAX's CUDA plugin (Linux, x86-64): pip install 'remat-kit[compile]'. "
+            "Without it, use --target cpu: matmuls and saved bytes stay true, XLA's memory figures are the CPU's."
+        ) from error
+    return topologies.make_mesh(topology, sizes, names)
+
+
+def _check_toolchain(target: Target) -> None:
+    """Raises TargetError when ptxas or libdevice is missing: XLA would die of it, in some versions by a crash."""
+    if "xla_gpu_cuda_data_dir" in os.environ.get("XLA_FLAGS", ""):
+        return
+    packages = [pathlib.Path(folder) for folder in site.getsitepackages() + sys.path if folder]
+    roots = [package / "nvidia" / name for package in packages for name in ("cu13", "cuda_nvcc")]
+    roots += [pathlib.Path(os.environ.get("CUDA_DIR", "/usr/local/cuda")), pathlib.Path("/usr/local/cuda")]
+    missing = []
+    if not any((root / "nvvm/libdevice/libdevice.10.bc").exists() for root in roots):
+        missing.append("libdevice")
+    if not any((root / "bin/ptxas").exists() for root in roots) and not shutil.which("ptxas"):
+        missing.append("ptxas")
+    if missing:
+        raise TargetError(
+            f"cannot compile for {target.name!r} here: {' and '.join(missing)} of the CUDA toolkit not found. "
+            "pip install 'remat-kit[compile]' brings both; a toolkit elsewhere is named by "
+            "XLA_FLAGS=--xla_gpu_cuda_data_dir=FOLDER."
+        )
+
+
+@functools.cache
+def _topology(config: str, num_devices: int) -> Any:
+    # Cached: two meshes over different device objects of one description do not mix in one program.
+    return topologies.get_topology_desc(
+        platform="cuda", topology_name="", target_config=config, topology=f"1x1x{num_devices}"
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+@contextlib.contextmanager
+def _cudnn_of(target: Target) -> Iterator[None]:
+    """While it is open, JAX's question for cuDNN and compute capability is answered for a described GPU."""
+    if target.attached:
+        yield
+        return
+    try:
+        from jax._src.cudnn import fused_attention_stablehlo as fused
+    except ImportError as error:
+        raise RematKitError(
+            f"this JAX ({jax.__version__}) has moved its fused attention: {error}. "
+            "Use a version of JAX that remat-kit is tested with."
+        ) from error
+    ours = target.compute_capability
+
+    def at_least(capability: str) -> bool:
+        return ours >= tuple(int(part) for part in capability.split("."))
+
+    def exactly(capability: str) -> bool:
+        return ours == tuple(int(part) for part in capability.split("."))
+
+    answers = {
+        "check_cudnn_version": lambda: _CUDNN_VERSION,
+        "check_compute_capability": at_least,
+        "is_cuda_compute_capability_equal": exactly,
+    }
+    asked = {name: getattr(fused, name) for name in answers if hasattr(fused, name)}
+    try:
+        for name in asked:
+            setattr(fused, name, answers[name])
+        yield
+    finally:
+        for name, function in asked.items():
+            setattr(fused, name, function)
