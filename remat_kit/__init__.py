@@ -1,6 +1,7 @@
 """Rematerialization policies for JAX, and what each of them costs on a GPU that need not be there."""
 
 from remat_kit import names as names
+from remat_kit._analyze import analyze as analyze
 from remat_kit._compile import CompiledStep as CompiledStep
 from remat_kit._compile import CompileOptions as CompileOptions
 from remat_kit._compile import compile_step as compile_step

@@ -137,12 +137,16 @@ def device_mesh(target: Target) -> Mesh:
             )
         return jax.make_mesh(sizes, names, devices=devices[: target.num_devices])
     _check_toolchain(target)
+    if not pathlib.Path("/dev/nvidiactl").exists():
+        # Without a GPU the plugin's own check of NVIDIA's libraries fails, and JAX would drop the plugin.
+        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     try:
         topology = _topology(target.xla_config(), target.num_devices)
     except (RuntimeError, ValueError, NotImplementedError) as error:
         raise TargetError(
             f"cannot compile for {target.name!r} here: {_first_line(error)}. Compiling for a GPU that is not there "
-            "needs JAX's CUDA plugin (Linux, x86-64): pip install 'remat-kit[compile]'. "
+            "needs JAX's CUDA plugin (Linux, x86-64): pip install 'remat-kit[compile]'. If it is installed, JAX had "
+            "started before and dropped it for want of a GPU: set JAX_PLATFORMS=cpu. "
             "Without it, use --target cpu: matmuls and saved bytes stay true, XLA's memory figures are the CPU's."
         ) from error
     return topologies.make_mesh(topology, sizes, names)

@@ -208,7 +208,7 @@ def test_rows_survive_20_kills_at_random_moments(tmp_path: Path) -> None:
         process = _start(folder, count, mark)
         assert process.stdout is not None
         if attempt % 5:
-            assert process.stdout.readline() == "started\n", f"seed {seed}"
+            assert process.stdout.readline() == "finished\n", f"seed {seed}"
         time.sleep(moments.uniform(0.0, 0.15))
         process.kill()
         process.wait()
@@ -300,18 +300,17 @@ def test_the_digest_of_a_workload_follows_its_package_and_what_it_imports(
     (tmp_path / "unrelated.py").write_text("")
     monkeypatch.chdir(tmp_path)
 
-    def digest() -> str:
-        with Pool(["remat_kit._cell"]) as pool:
-            seen = inspect(pool, "someones.steps:build", (), "cpu", None, Limits())
-        return dict(seen.digests)["workload"]
+    def digest(pool: Pool) -> str:
+        return dict(inspect(pool, "someones.steps:build", (), "cpu", None, Limits()).digests)["workload"]
 
-    first = digest()
-    (tmp_path / "unrelated.py").write_text("changed")
-    assert digest() == first
-    for path in (package / "other.py", tmp_path / "beside.py"):
-        path.write_text(path.read_text() + "z = 2\n")
-        assert digest() != first
-        first = digest()
+    with Pool() as fresh:
+        first = digest(fresh)
+        (tmp_path / "unrelated.py").write_text("changed")
+        assert digest(fresh) == first
+        for path in (package / "other.py", tmp_path / "beside.py"):
+            path.write_text(path.read_text() + "z = 2\n")
+            assert digest(fresh) != first
+            first = digest(fresh)
 
 
 # Before any cell runs.

@@ -217,7 +217,8 @@ class _Model:
             if inner is None:
                 continue
             kinds = {row.kind for row in inner.rows}
-            if len(inner.rows) == 1 and not inner.calls and kinds <= {"host_copy", "collective"}:
+            alone = len(inner.rows) == 1 and not inner.calls
+            if alone and kinds <= {"host_copy", "collective"} and not _is_synchronous(instruction):
                 self._beside(instruction, inner.rows[0], time)
             else:
                 time.add(inner, 1, called)
@@ -235,8 +236,7 @@ class _Model:
         moved = size * _RING[instruction.opcode.removesuffix("-start")](members)
         seconds = moved / self.link + self.chip.launch_s
         row = Row(instruction.name, instruction.op_name, "collective", 0, 0, size, seconds, seconds, 1)
-        synchronous = (instruction.config().get("collective_backend_config") or {}).get("is_sync") is True
-        if beside and not synchronous:
+        if beside and not _is_synchronous(instruction):
             self._beside(instruction, row, time)
             return
         self._inline(row, time)
@@ -281,6 +281,12 @@ class _Model:
                 )
             rate = self.chip.vector_flops_per_s
         return rate * self.chip.efficiency["matmul"]
+
+
+def _is_synchronous(collective: Instruction) -> bool:
+    """Whether XLA runs a collective on the compute stream although it is written as a pair."""
+    config = collective.config().get("collective_backend_config")
+    return isinstance(config, dict) and config.get("is_sync") is True
 
 
 def _copy_cost(start: Instruction) -> Cost:

@@ -14,7 +14,7 @@ from remat_kit._cell import Cell
 from remat_kit._pool import Pool
 from remat_kit._record import Record
 from remat_kit._store import Store
-from remat_kit._sweep import Limits, Watcher, sweep
+from remat_kit._sweep import Limits, Row, Watcher, sweep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,10 +113,10 @@ def measures(cells: Sequence[Cell]) -> Iterator[dict[str, Any]]:
 
 
 class Announce(Watcher):
-    """Prints a line when the first cell begins."""
+    """Prints a line when a cell has ended."""
 
-    def started(self, cell: Cell) -> None:
-        print("started", flush=True)
+    def finished(self, row: Row, done: int, total: int, seconds: float, seconds_left: float) -> None:
+        print("finished", flush=True)
 
 
 def main(folder: str, count: int, jobs: int) -> None:
