@@ -92,6 +92,6 @@ def build_step(
         args=jax.eval_shape(make_args, jax.ShapeDtypeStruct((), jnp.uint32)),
         donate=(0,),
         labels={"params": "0.params", "optimizer": "0.opt_state", "batch": 1, "key": 2},
-        init=jax.jit(make_args),
+        init=make_args,
         loss_and_grads=loss_and_grads,
     )

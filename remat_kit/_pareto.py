@@ -1,5 +1,6 @@
 """Which rows are worth a look: the Pareto front of need against step time, who dominates whom, and ties."""
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -8,7 +9,7 @@ from remat_kit._record import Record
 NEED_TOLERANCE = 0.005
 """Needs that differ by less are equal here: allocators round, and autotuning moves temporaries."""
 TIME_TOLERANCE = 0.01
-"""Step times that differ by less are equal here: a prediction is not that exact, nor is a measurement."""
+"""Step times that differ by less are equal here: a prediction is not that exact. Measured ones: `time_tolerance`."""
 
 
 @dataclass(frozen=True)
@@ -39,37 +40,62 @@ def step_seconds(records: Sequence[Record]) -> tuple[list[float | None], str]:
     return [record.predicted_step_s for record in records], "predicted"
 
 
+def time_tolerance(records: Sequence[Record]) -> float:
+    """The relative difference of step times that counts as none.
+
+    For measured times it is the spread that is usual among them (half of the range from the 10th to the 90th
+    percentile, the median of the rows), when that is more than TIME_TOLERANCE. One figure for all rows, since
+    with one for each pair dominance could go round in circles.
+    """
+    _, source = step_seconds(records)
+    times = [record.measured_step_s for record in records if record.measured_step_s]
+    if source != "measured" or not times:
+        return TIME_TOLERANCE
+    return max(TIME_TOLERANCE, statistics.median((time.p90 - time.p10) / 2 / time.median for time in times))
+
+
 def standings(records: Sequence[Record]) -> list[Standing | None]:
-    """The standing of each record among all of them; None for a record without a need or a time."""
+    """The standing of each record; None for a record without a need or a time.
+
+    Records are compared with those of the same workload, target and GEMM backend: between those there is no
+    choice to make. A policy with XLA's own rematerialization is a choice like any other.
+    """
     seconds, _ = step_seconds(records)
-    points = {
-        index: (record.need_bytes, second)
-        for index, (record, second) in enumerate(zip(records, seconds, strict=True))
-        if record.need_bytes is not None and second is not None
-    }
-    beaten_by = {i: [j for j in points if j != i and _dominates(points[j], points[i])] for i in points}
+    tolerance = time_tolerance(records)
+    groups: dict[str, dict[int, tuple[int, float]]] = {}
+    for index, (record, second) in enumerate(zip(records, seconds, strict=True)):
+        if record.need_bytes is not None and second is not None:
+            key = (record.workload, dict(record.options), record.target, dict(record.mesh), record.gemm_backend)
+            groups.setdefault(repr(key), {})[index] = (record.need_bytes, second)
     result: list[Standing | None] = [None] * len(records)
-    for i, better in beaten_by.items():
-        # A row of the front explains more than one that is dominated itself; of those, the fastest.
-        best = sorted(better, key=lambda j: (bool(beaten_by[j]), points[j][1], points[j][0]))
-        ties = tuple(records[j].policy for j in points if j != i and _ties(points[i], points[j]))
-        result[i] = Standing(not best, records[best[0]].policy if best else None, ties)
+    for points in groups.values():
+        beaten_by = {i: [j for j in points if _dominates(points[j], points[i], tolerance)] for i in points}
+        for i, better in beaten_by.items():
+            # A row of the front explains more than one that is dominated itself; of those, the fastest.
+            best = sorted(better, key=lambda j: (bool(beaten_by[j]), points[j][1], points[j][0]))
+            ties = tuple(_name(records, j) for j in points if j != i and _ties(points[i], points[j], tolerance))
+            result[i] = Standing(not best, _name(records, best[0]) if best else None, ties)
     return result
 
 
-def _dominates(a: tuple[int, float], b: tuple[int, float]) -> bool:
+def _name(records: Sequence[Record], index: int) -> str:
+    several = len({record.xla_remat == "off" for record in records}) > 1
+    record = records[index]
+    return f"{record.policy} (XLA's remat {record.xla_remat})" if several else record.policy
+
+
+def _dominates(a: tuple[int, float], b: tuple[int, float], tolerance: float) -> bool:
     """`a` is better than `b` in need or time by more than the tolerance, and worse in neither by more.
 
     With tolerances this is not transitive. It has no cycles either: in units of the tolerances, log need plus
     log time falls along each pair. So some row is always on the front.
     """
-    need, time = (1 + NEED_TOLERANCE), (1 + TIME_TOLERANCE)
+    need, time = (1 + NEED_TOLERANCE), (1 + tolerance)
     no_worse = a[0] <= b[0] * need and a[1] <= b[1] * time
     better = a[0] * need < b[0] or a[1] * time < b[1]
     return no_worse and better
 
 
-def _ties(a: tuple[int, float], b: tuple[int, float]) -> bool:
-    return max(a[0], b[0]) <= min(a[0], b[0]) * (1 + NEED_TOLERANCE) and max(a[1], b[1]) <= min(a[1], b[1]) * (
-        1 + TIME_TOLERANCE
-    )
+def _ties(a: tuple[int, float], b: tuple[int, float], tolerance: float) -> bool:
+    pairs = ((a[0], b[0], NEED_TOLERANCE), (a[1], b[1], tolerance))
+    return all(max(x, y) <= min(x, y) * (1 + allowed) for x, y, allowed in pairs)

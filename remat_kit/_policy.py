@@ -289,9 +289,14 @@ def _first_to_keep(choices: Iterable[Callable[..., Any]], primitive: Any, *args:
     """The first answer that is not "recompute". Names are asked before rules, so a name can be more precise."""
     for choice in choices:
         answer = choice(primitive, *args, **params)
-        if answer is not False and answer is not _RECOMPUTE:
+        if is_kept(answer):
             return answer
     return False
+
+
+def is_kept(answer: Any) -> bool:
+    """Whether a `jax.checkpoint` policy's answer means that the value is saved or offloaded."""
+    return answer is not False and answer is not _RECOMPUTE
 
 
 def renamed(policy: Policy, name: str, summary: str | None = None) -> Policy:

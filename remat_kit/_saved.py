@@ -71,8 +71,9 @@ class Saved:
         """(stack, block) -> bytes of one block. A stack is a scan, or the blocks whose names differ in a number."""
         sizes: dict[tuple[str, str], int] = collections.defaultdict(int)
         for value in self.values:
-            if value.block and not value.on_host:
-                sizes[re.sub(r"\d+$", "", value.block), value.block] += value.bytes // value.count
+            if value.block:
+                on_device = 0 if value.on_host else value.bytes // value.count
+                sizes[re.sub(r"\d+$", "", value.block), value.block] += on_device
         return sizes
 
 

@@ -21,8 +21,8 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from remat_kit._errors import PolicyError, RematKitError, TargetError
-from remat_kit._jaxpr import Work, count_work, lowest_precision, primitive_of, tag_of, walk
-from remat_kit._policy import Policy, Region, Rule
+from remat_kit._jaxpr import Work, count_work, lowest_precision, num_matmuls, primitive_of, tag_of, walk
+from remat_kit._policy import Policy, Region, is_kept, lower
 from remat_kit._saved import Saved, saved_values
 from remat_kit._step import Step
 from remat_kit._target import Target
@@ -108,12 +108,26 @@ def check_policy(policy: Policy, jaxpr: Any, tags: frozenset[str]) -> tuple[str,
         warnings.append(
             f"none of the kernels that policy {policy.name!r} keeps ({', '.join(policy.kernels)}) is in the program"
         )
-    if jax.config.jax_remat3 and (policy.kernels or policy.rule is not Rule.RECOMPUTE):
+    ignored = _kept_but_recomputed(policy, jaxpr)
+    if ignored:
+        remat3 = " jax_remat3 is on, under which JAX asks a policy about fewer primitives." * jax.config.jax_remat3
         warnings.append(
-            f"jax_remat3 is on: JAX asks policy {policy.name!r} about tensor names and, from 0.12, matmuls only; "
-            "whatever else it would keep is computed again"
+            f"{ignored} matmuls that policy {policy.name!r} keeps are computed again: "
+            f"JAX did not ask the policy about them.{remat3}"
         )
     return tuple(warnings)
+
+
+def _kept_but_recomputed(policy: Policy, jaxpr: Any) -> int:
+    """How many matmuls run again in backward although the policy, asked about them, would keep them."""
+    keeps = lower(policy)
+    count = 0
+    for equation in walk(jaxpr):
+        if equation.recomputed and keeps is not None and (matmuls := num_matmuls(equation.eqn)):
+            eqn = equation.eqn
+            answer = keeps(eqn.primitive, *(var.aval for var in eqn.invars), **eqn.params)
+            count += equation.executions * matmuls * is_kept(answer)
+    return count
 
 
 def device_mesh(target: Target) -> Mesh:

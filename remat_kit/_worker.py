@@ -187,8 +187,9 @@ def _run(call: bytes, result: IO[bytes]) -> int:
 def _to_json(value: Any) -> Any:
     if hasattr(value, "to_json"):
         return value.to_json()
-    is_value = dataclasses.is_dataclass(value) and not isinstance(value, type)
-    return dataclasses.asdict(value) if is_value else str(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    return str(value)
 
 
 def _one_line(error: BaseException) -> str:

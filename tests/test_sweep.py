@@ -137,9 +137,9 @@ def test_a_second_run_does_what_is_missing_and_failed_rows_wait_to_be_asked_for(
     names = ["none", "full", "dots_saveable"]
     cells = [fake.cell(policy, "workloads.steps:only_none") for policy in names]
 
-    def again(**options: bool) -> tuple[Count, list[Row]]:
-        count = Count()
-        return count, sweep([*cells, cells[0]], store, pool, run=fake.builds, watcher=count, **options)
+    def again(retry_failed: bool = False) -> tuple[Count, list[Row]]:
+        count, asked = Count(), [*cells, cells[0]]
+        return count, sweep(asked, store, pool, run=fake.builds, watcher=count, retry_failed=retry_failed)
 
     count, first = again()
     assert (count.plan, count.ran, count.left[-1]) == ((3, 0, 0), names, 0.0)
@@ -324,7 +324,11 @@ def test_the_digest_of_a_workload_follows_its_package_and_what_it_imports(
         ("workloads.steps:not_a_function", {}, "has no function 'not_a_function'"),
         ("workloads.steps:fine", {"widht": 3}, r"has no option 'widht'. Did you mean 'width'\? Options: width, layers"),
         ("workloads.broken_import:x", {}, "importing workload .* failed: RuntimeError: broken on purpose"),
-        ("workloads.aborting_import:x", {}, "cannot import 'workloads.aborting_import' .*: the process died of SIGABRT"),
+        (
+            "workloads.aborting_import:x",
+            {},
+            "cannot import 'workloads.aborting_import' .*: the process died of SIGABRT",
+        ),
     ],
 )
 def test_a_workload_that_cannot_be_used(workload: str, options: dict[str, int], message: str, pool: Pool) -> None:
@@ -354,7 +358,7 @@ def test_a_measurement_that_dies_costs_its_policy(pool: Pool, tmp_path: Path) ->
     assert measured["dots_saveable"].error == "the gradients differ"
     assert measured["full"].need_bytes == 1000  # what the compiler said stays
     # The store has it all: nothing runs, and the rows without a measurement are as they were.
-    again = measure(rows, store, pool, run=fake.returns_nonsense)
+    again = measure(rows, store, pool, run=fake.measures_nothing)
     assert {row.cell.policy: row.record for row in again} == measured
     assert [store.get(cell.key) for cell in cells] == [row.record for row in rows]
     # With another set of policies it is another measurement.

@@ -73,8 +73,8 @@ class Heap:
     """The live bytes of a compiled program along its schedule. Bytes; "device" is every memory color but the host's.
 
     Attributes:
-      peak_bytes: the live peak on the device, or None when the program packs temporaries without leaving a trace,
-        as XLA:CPU does. Exact with at most one device trace. With several, whose events are merged along the
+      peak_bytes: the live peak on the device, or None when the program packs temporaries without leaving a trace of
+        them. Exact with at most one device trace. With several, whose events are merged along the
         schedule, the end of a buffer is only known up to the next event of its own trace, and the later bound is
         taken: the figure is then an upper bound, at most the sum of the traces' peaks.
       peak_event: index into `timeline` of the first event that reaches the peak; None without a trace.
@@ -173,8 +173,10 @@ class _Replay:
 def replay(proto: Any) -> Heap:
     """The live bytes of the program of `proto`, an HloProto message of `proto.parse`. Linear in the trace.
 
-    Needs a module compiled for a GPU for a full answer. On XLA:CPU, which drops its trace, `peak_bytes`, `peak_event`
-    and `host_peak_bytes` are None unless nothing is packed; what lives throughout is known all the same.
+    Where temporaries are packed into an allocation that has no trace, `peak_bytes`, `peak_event` and
+    `host_peak_bytes` are None; what lives throughout is known all the same. The file that XLA:CPU dumps has its trace
+    with jaxlib 0.12, so that it is answered in full; what XLA itself makes of it there, `peak_memory_in_bytes`, is
+    arguments and results only, since that is computed after the trace was dropped.
 
     Raises RematKitError when the buffer assignment is missing or contradicts itself.
     """
@@ -322,12 +324,13 @@ def _live_at(
         group = tuple(assigned.logical_buffer_id for assigned in allocation.assigned)
         if allocation.color == HOST_COLOR:
             continue
+        parameter = allocation.parameter_number if kind == "parameter" else None
         if not group:
-            live.append(LiveBuffer(-1, allocation.size, "", -1, (), kind, allocation.color, (), None, 0, len(events)))
+            color = allocation.color
+            live.append(LiveBuffer(-1, allocation.size, "", -1, (), kind, color, (), parameter, 0, len(events)))
             continue
         if any(buffer not in buffers for buffer in group):
             raise RematKitError(f"allocation {allocation.index} holds an unknown logical buffer. {_NEXT}")
-        parameter = allocation.parameter_number if kind == "parameter" else None
 
         def rank(buffer: int, kind: str = kind) -> tuple[bool, int]:
             opcode = instructions.get(buffers[buffer].defined_at.instruction_id, ("", ""))[1]

@@ -1,11 +1,11 @@
 """The parts that the reports share: how a figure of a record is written, and what to say beside it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from remat_kit._pareto import Standing, standings, step_seconds
+from remat_kit._pareto import NEED_TOLERANCE, Standing, standings, step_seconds, time_tolerance
 from remat_kit._record import Record
-from remat_kit._units import GiB, format_bytes, format_seconds
+from remat_kit._units import GiB, KiB, MiB, format_bytes, format_seconds
 
 UNKNOWN = "-"
 FITS_WORDS = {
@@ -15,9 +15,15 @@ FITS_WORDS = {
 }
 
 
-def gib(count: int | None) -> str:
-    """Bytes in GiB with two digits after the point: what columns are compared by."""
-    return UNKNOWN if count is None else f"{count / GiB:,.2f}"
+def unit_for(counts: Iterable[int | None]) -> tuple[str, int]:
+    """The one unit in which a column of bytes can be compared: that of the largest."""
+    largest = max((count for count in counts if count is not None), default=GiB)
+    return next((unit for unit in (("GiB", GiB), ("MiB", MiB)) if largest >= unit[1] / 10), ("KiB", KiB))
+
+
+def in_unit(count: int | None, size: int) -> str:
+    """Bytes in a unit, with two digits after the point."""
+    return UNKNOWN if count is None else f"{count / size:,.2f}"
 
 
 def bytes_text(count: int | None) -> str:
@@ -53,7 +59,7 @@ def fits_text(record: Record) -> str:
     if record.margin_bytes is None:
         return word
     rest = "over" if record.margin_bytes < 0 else "left"
-    return f"{word}, {gib(abs(record.margin_bytes))} {rest}"
+    return f"{word}, {format_bytes(abs(record.margin_bytes))} {rest}"
 
 
 def standing_text(standing: Standing | None) -> str:
@@ -112,19 +118,21 @@ def columns(records: Sequence[Record]) -> list[Column]:
         if len(set(cells)) > 1
     ]
     _, time_source = step_seconds(records)
+    unit, size = unit_for(record.need_bytes for record in records)
     found += [
-        column("need GiB", "compiled", [gib(record.need_bytes) for record in records]),
-        column("live peak GiB", "compiled", [gib(record.live_peak_bytes) for record in records]),
+        column(f"need {unit}", "compiled", [in_unit(record.need_bytes, size) for record in records]),
+        column(f"live peak {unit}", "compiled", [in_unit(record.live_peak_bytes, size) for record in records]),
         column("saved/block", "counted", [bytes_text(record.saved_bytes_per_block) for record in records]),
-        column("recompute of model FLOPs", "counted", [recompute_percent(record) for record in records]),
+        column("recomputed", "counted", [recompute_percent(record) for record in records]),
         column("step ms", "predicted", [milliseconds(record.predicted_step_s) for record in records]),
     ]
     if any(record.measured_step_s for record in records):
         found.append(column("step ms", "measured", [measured_text(record) for record in records]))
     if any(record.measured_peak_bytes is not None for record in records):
-        found.append(column("peak GiB", "measured", [gib(record.measured_peak_bytes) for record in records]))
+        cells = [in_unit(record.measured_peak_bytes, size) for record in records]
+        found.append(column(f"peak {unit}", "measured", cells))
     found += [
-        column("fits, GiB", "compiled", [fits_text(record) for record in records], left=True),
+        column("fits", "compiled", [fits_text(record) for record in records], left=True),
         column(
             "need against step time",
             f"compiled, {time_source}",
@@ -145,7 +153,19 @@ def measured_text(record: Record) -> str:
 
 def failures(records: Sequence[Record]) -> list[str]:
     """One line for each failed record."""
-    return [f"{record.policy}: {record.error}" for record in records if record.error]
+    several = len({record.gemm_backend for record in records}) > 1
+    names = [f"{record.policy} ({record.gemm_backend})" if several else record.policy for record in records]
+    return [f"{name}: {record.error}" for name, record in zip(names, records, strict=True) if record.error]
+
+
+def notes(records: Sequence[Record]) -> list[str]:
+    """What a reader of the table has to know of its words."""
+    return [
+        "compiled: XLA's buffer assignment. counted: on the jaxpr; recomputed is a share of the model's FLOPs. "
+        "predicted: a roofline model.",
+        "* front: no other policy is better in need or step time without being worse in the other. "
+        f"Needs within {NEED_TOLERANCE:.1%} and step times within {time_tolerance(records):.1%} are called equal.",
+    ]
 
 
 def warnings(records: Sequence[Record]) -> list[str]:

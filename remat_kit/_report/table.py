@@ -8,7 +8,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from remat_kit._pareto import NEED_TOLERANCE, TIME_TOLERANCE
 from remat_kit._record import Record
 from remat_kit._report import rows
 
@@ -32,13 +31,7 @@ def render(records: Sequence[Record], width: int = DEFAULT_WIDTH) -> str:
     console = Console(file=out, width=width, color_system=None, force_terminal=False, legacy_windows=False)
     if shown:
         console.print(table)
-        console.print(
-            Text(
-                "compiled: XLA's buffer assignment; counted: on the jaxpr; predicted: a roofline model.\n"
-                "* front: no other policy is better in need or step time without being worse in the other. "
-                f"Needs within {NEED_TOLERANCE:.1%} and times within {TIME_TOLERANCE:.0%} are called equal."
-            )
-        )
+        console.print(Text("\n".join(rows.notes(shown))))
     for heading, lines in (("failed", rows.failures(records)), ("warnings", rows.warnings(records))):
         if lines:
             console.print(Text(f"\n{heading}:"))

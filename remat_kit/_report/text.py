@@ -47,17 +47,14 @@ def _need(record: Record) -> Iterable[str]:
         yield _row("on the host, besides", format_bytes(sum(count or 0 for count in hosts)))
     if record.fits is None:
         return
-    word = {
-        "yes": "fits in the pool that JAX takes by default",
-        "tight": "fits only in a larger pool than JAX takes by default (XLA_PYTHON_CLIENT_MEM_FRACTION)",
-        "no": "does not fit",
-    }.get(record.fits, record.fits)
+    word = {"tight": "fits, but not in the pool that JAX takes by default"}.get(record.fits)
+    word = word or rows.FITS_WORDS.get(record.fits, record.fits)
     yield _row("of what a process can allocate", rows.bytes_text(record.capacity_bytes), word)
     if record.margin_bytes is not None:
         side = "missing" if record.margin_bytes < 0 else "left"
         yield _row(f"  {side}", format_bytes(abs(record.margin_bytes)))
-    yield "  Not in the need: the CUDA context, library handles, communication buffers, other live arrays and"
-    yield "  executables, and fragmentation of the allocator."
+    for assumption in record.assumptions:
+        yield f"  assumed: {assumption}"
 
 
 def _live_peak(record: Record) -> Iterable[str]:
@@ -79,6 +76,8 @@ def _saved(record: Record) -> Iterable[str]:
     yield "Saved from forward to backward (counted on the jaxpr)"
     yield _row("a block", rows.bytes_text(record.saved_bytes_per_block))
     yield _row("the whole step", rows.bytes_text(record.saved_bytes))
+    if record.saved_host_bytes:
+        yield _row("the whole step, on the host", format_bytes(record.saved_host_bytes))
     if record.effect:
         yield f"  {record.effect}"
 

@@ -23,6 +23,8 @@ for name, module in {
     "targets": targets,
 }.items():
     app.command(name)(module.command)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status: 0 all fine, 1 some cells failed, 2 bad input, 130 stopped with Ctrl-C.
 

@@ -112,6 +112,10 @@ def measures(cells: Sequence[Cell]) -> Iterator[dict[str, Any]]:
         yield {"key": one.key, "measured_step_s": time_s, "measured_peak_bytes": 77, "warnings": ["warm"]}
 
 
+def measures_nothing(cells: Sequence[Cell]) -> Iterator[dict[str, Any]]:
+    raise AssertionError("nothing was to be measured")
+
+
 class Announce(Watcher):
     """Prints a line when a cell has ended."""
 
