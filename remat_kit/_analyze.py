@@ -26,8 +26,8 @@ UNKNOWN = "not attributed"
 def analyze(compiled: CompiledStep, workload: Workload, policy: str | Policy) -> Record:
     """All that is known of `compiled` without running it; see Record for where each figure comes from.
 
-    `workload` and `policy` are only written down. On a target whose compiler keeps no heap trace (the CPU)
-    there is no live peak: it and what belongs to it are None.
+    `workload` and `policy` are only written down. The live peak, and what belongs to it, is None where the
+    compiler left no heap trace of what it packed.
     """
     start = time.perf_counter()
     traced, memory = compiled.traced, compiled.memory
@@ -60,7 +60,8 @@ def analyze(compiled: CompiledStep, workload: Workload, policy: str | Policy) ->
         need_bytes=need,
         live_peak_bytes=heap.peak_bytes,
         live_peak_phase=phase_of_peak,
-        xla_peak_bytes=memory.peak if heap.peak_bytes is not None else None,
+        # XLA's own figure leaves temporaries out on the CPU.
+        xla_peak_bytes=memory.peak if target.chip.platform != "cpu" else None,
         categories=categories,
         attributed_share=_share(categories, heap.peak_bytes),
         saved_bytes=saved.device_bytes,

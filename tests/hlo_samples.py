@@ -3,6 +3,7 @@
 import functools
 import glob
 import json
+import math
 import os
 import pathlib
 import tempfile
@@ -21,7 +22,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from remat_kit._hlo.module import Module
 from remat_kit._hlo.proto import MESSAGES, parse
-from remat_kit._target import CHIPS, Target
+from remat_kit._hlo.roofline import BREAKDOWN, Prediction, predict
+from remat_kit._target import CHIPS, Chip, Target
 
 LAYERS, BATCH, WIDTH, HIDDEN = 4, 2048, 512, 2048
 POLICIES = {
@@ -156,3 +158,41 @@ def hand_made(**computations: Any) -> Any:
         computation.root_id = fill(computation)
         module.entry_computation_id = number
     return proto
+
+
+LAUNCH = 1e-6
+CHIP = Chip(
+    name="round",
+    title="a chip with round numbers",
+    platform="cuda",
+    memory_bytes=2**36,
+    flops_per_s={"bf16": 1e15, "tf32": 5e14, "f64": 5e13, "f8": 2e15},
+    vector_flops_per_s=5e13,
+    memory_bytes_per_s=4e12,
+    host_bytes_per_s=5e10,
+    link_bytes_per_s=4e11,
+    launch_s=LAUNCH,
+    efficiency={"matmul": 0.8, "memory": 0.9, "host": 0.8, "link": 0.5},
+    xla={},
+    sources={},
+)
+MATMUL, MEMORY, HOST, LINK = 1e15 * 0.8, 4e12 * 0.9, 5e10 * 0.8, 4e11 * 0.5
+BF16, S32 = 16, 4
+
+
+def close(got: float, expected: float) -> bool:
+    return math.isclose(got, expected, rel_tol=1e-9)
+
+
+def check_sums(prediction: Prediction) -> None:
+    assert tuple(prediction.breakdown) == BREAKDOWN
+    assert math.isclose(prediction.seconds, sum(prediction.breakdown.values()))
+    assert math.isclose(prediction.seconds, sum(row.exposed_s * row.executions for row in prediction.rows))
+    assert prediction.flops == sum(row.flops * row.executions for row in prediction.rows)
+    assert all(value >= 0 for value in prediction.breakdown.values())
+
+
+def predicted(proto) -> Prediction:
+    prediction = predict(Module.from_proto(proto), CHIP)
+    check_sums(prediction)
+    return prediction

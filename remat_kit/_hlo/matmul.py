@@ -69,7 +69,8 @@ def matmul_of(instruction: Instruction) -> Matmul | None:
         config = _object(instruction.config().get("gemm_backend_config"))
         numbers = _object(config.get("dot_dimension_numbers"))
         precision = _object(config.get("precision_config"))
-        wanted = [_PRECISIONS.get(str(each), 0) for each in precision.get("operand_precision", ())]
+        asked = precision.get("operand_precision")
+        wanted = [_PRECISIONS.get(str(each), 0) for each in asked] if isinstance(asked, list) else []
         algorithm = _ALGORITHM_NAMES.get(str(precision.get("algorithm")), 0)
         result = next((leaf for _, leaf in instruction.shape.leaves()), instruction.shape)
         contracting = _ints(numbers.get("lhs_contracting_dimensions"))
@@ -162,8 +163,9 @@ def _object(value: Any) -> dict[str, Any]:
 
 
 def _ints(values: Any) -> list[int]:
-    """Integers that JSON holds as text; [] when they are none."""
+    """Integers that JSON holds as text; [] when one of them is none, or more than XLA's 64 bits."""
     try:
-        return [int(value) for value in values or ()]
+        numbers = [int(value) for value in values or ()]
     except (TypeError, ValueError):
         return []
+    return numbers if all(abs(number) < 2**63 for number in numbers) else []

@@ -27,6 +27,10 @@ _TYPES: dict[int, tuple[str, int]] = {
     32: ("f4e2m1fn", 4), 33: ("f8e8m0fnu", 8), 34: ("buffer", 0),
 }  # fmt: skip
 
+# Operands without which an instruction cannot be told apart.
+_LEAST_OPERANDS = {"get-tuple-element": 1, "dynamic-update-slice": 2, "scatter": 3, "copy-start": 1}
+_LARGEST = 2**63 - 1
+
 Phase = Literal["forward", "backward", "recompute", "update", "unknown"]
 
 
@@ -124,7 +128,10 @@ def shape_of(proto: Any) -> Shape:
     order, space, packed = tuple(layout.minor_to_major), layout.memory_space, layout.element_size_in_bits
     # Types below a byte take a byte an element unless the layout packs them.
     width = (packed or max(bits, 8)) if bits else 0
-    return Shape(dtype, dims, (), space, order, (_product(dims) * width + 7) // 8)
+    size = (_product(dims) * width + 7) // 8
+    if not 0 <= size <= _LARGEST:
+        raise RematKitError(f"the module has a value of {size} bytes, {dtype}{list(dims)}. {_NEXT}")
+    return Shape(dtype, dims, (), space, order, size)
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -194,9 +201,10 @@ class Instruction:
         """How often a while runs its body, None when XLA does not know."""
         known = self.config().get("known_trip_count")
         try:
-            return max(0, int(known["n"])) if isinstance(known, dict) else None
+            trips = int(known["n"]) if isinstance(known, dict) else -1
         except (KeyError, TypeError, ValueError):
             return None
+        return trips if 0 <= trips <= _LARGEST else None
 
     @property
     def aliased_operands(self) -> frozenset[int]:
@@ -329,6 +337,8 @@ def _computation(
             raise RematKitError(
                 f"instruction {proto.name!r} uses {error.args[0]}, which does not stand before it. {_NEXT}"
             ) from None
+        if len(operands) < _LEAST_OPERANDS.get(proto.opcode, 0):
+            raise RematKitError(f"instruction {proto.name!r} ({proto.opcode}) has {len(operands)} operands. {_NEXT}")
         if identifier in instructions:
             raise RematKitError(f"two instructions of the module have the id {identifier}. {_NEXT}")
         key = proto.shape.SerializeToString()

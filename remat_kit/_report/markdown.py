@@ -18,7 +18,7 @@ def render(records: Sequence[Record]) -> str:
         lines.append(_line(heads))
         lines.append(_line(["---" if column.left else "---:" for column in columns]))
         lines += [_line([column.cells[index] for column in columns]) for index in range(len(shown))]
-        lines += ["", *(_escape(note) for note in rows.notes(shown))]
+        lines += [line for note in rows.notes(shown) for line in ("", _escape(note))]
     failed = rows.failures(records)
     if failed:
         lines += ["", "Failed:", ""]

@@ -1,6 +1,7 @@
 """The plot of a sweep: need against step time, with the Pareto front and what the device has."""
 
 import io
+import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -62,8 +63,9 @@ def render(records: Sequence[Record], suffix: str = ".svg") -> bytes:
             axes.axhline(capacity, color=_LIMIT, linewidth=1.2, linestyle="--")
             axes.annotate(
                 f"one process can allocate {capacity:,.1f} GiB",
-                (0.01, capacity), xycoords=("axes fraction", "data"),
-                xytext=(0, 3), textcoords="offset points", color=_LIMIT,
+                (0.99, capacity), xycoords=("axes fraction", "data"),
+                xytext=(0, -5), textcoords="offset points", ha="right", va="top", color=_LIMIT,
+                bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.5},
             )  # fmt: skip
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -75,12 +77,18 @@ def render(records: Sequence[Record], suffix: str = ".svg") -> bytes:
 
 
 def _draw_points(axes, points: list[tuple[float, float, Record, Standing]]) -> None:
-    front = sorted((time, need) for time, need, _, standing in points if standing.on_front)
-    axes.plot(*zip(*front, strict=True), color=_FRONT, linewidth=1.2, drawstyle="steps-post", zorder=2)
-    for on_front, colour, name in ((True, _FRONT, "Pareto front"), (False, _OTHER, "dominated")):
-        chosen = [(time, need) for time, need, _, standing in points if standing.on_front is on_front]
-        if chosen:
-            axes.scatter(*zip(*chosen, strict=True), s=36, color=colour, label=name, zorder=3)
+    # Another GEMM backend is another comparison, with a front and a marker of its own.
+    backends = list(dict.fromkeys(record.gemm_backend for _, _, record, _ in points))
+    for backend, marker in zip(backends, itertools.cycle("osD")):
+        own = [point for point in points if point[2].gemm_backend == backend]
+        suffix = f" ({backend})" if len(backends) > 1 else ""
+        front = sorted((time, need) for time, need, _, standing in own if standing.on_front)
+        axes.plot(*zip(*front, strict=True), color=_FRONT, linewidth=1.2, drawstyle="steps-post", zorder=2)
+        for on_front, colour, name in ((True, _FRONT, "Pareto front"), (False, _OTHER, "dominated")):
+            chosen = [(time, need) for time, need, _, standing in own if standing.on_front is on_front]
+            if chosen:
+                xy = zip(*chosen, strict=True)
+                axes.scatter(*xy, s=36, marker=marker, color=colour, label=name + suffix, zorder=3)
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 0.0), ncols=1, frameon=False)
 
 

@@ -8,11 +8,6 @@ from remat_kit._record import Record
 from remat_kit._units import GiB, KiB, MiB, format_bytes, format_seconds
 
 UNKNOWN = "-"
-FITS_WORDS = {
-    "yes": "fits",
-    "tight": "tight",
-    "no": "does not fit",
-}
 
 
 def unit_for(counts: Iterable[int | None]) -> tuple[str, int]:
@@ -41,7 +36,9 @@ def milliseconds(seconds: float | None) -> str:
     if seconds is None:
         return UNKNOWN
     value = seconds * 1e3
-    return f"{value:,.1f}" if value >= 10 else f"{value:.3g}"
+    if value >= 1:
+        return f"{value:,.1f}" if value >= 10 else f"{value:.2f}"
+    return f"{value:.3g}"
 
 
 def recompute_percent(record: Record) -> str:
@@ -52,14 +49,13 @@ def recompute_percent(record: Record) -> str:
 
 
 def fits_text(record: Record) -> str:
-    """`fits, 60.1 GiB left`; or by how much it does not."""
+    """`yes, 60.10 GiB left`; or by how much it does not."""
     if record.fits is None:
         return UNKNOWN
-    word = FITS_WORDS.get(record.fits, record.fits)
     if record.margin_bytes is None:
-        return word
+        return record.fits
     rest = "over" if record.margin_bytes < 0 else "left"
-    return f"{word}, {format_bytes(abs(record.margin_bytes))} {rest}"
+    return f"{record.fits}, {format_bytes(abs(record.margin_bytes))} {rest}"
 
 
 def standing_text(standing: Standing | None) -> str:

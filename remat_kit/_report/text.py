@@ -6,7 +6,7 @@ from remat_kit._record import Record
 from remat_kit._report import rows
 from remat_kit._units import format_bytes, format_flops, format_seconds
 
-_WIDTH = 34
+_WIDTH = 36
 
 
 def render(record: Record) -> str:
@@ -47,8 +47,11 @@ def _need(record: Record) -> Iterable[str]:
         yield _row("on the host, besides", format_bytes(sum(count or 0 for count in hosts)))
     if record.fits is None:
         return
-    word = {"tight": "fits, but not in the pool that JAX takes by default"}.get(record.fits)
-    word = word or rows.FITS_WORDS.get(record.fits, record.fits)
+    word = {
+        "yes": "fits",
+        "tight": "tight: fits, but not in the pool that JAX takes by default",
+        "no": "does not fit",
+    }.get(record.fits, record.fits)
     yield _row("of what a process can allocate", rows.bytes_text(record.capacity_bytes), word)
     if record.margin_bytes is not None:
         side = "missing" if record.margin_bytes < 0 else "left"

@@ -81,4 +81,9 @@ def only_none(policy: rk.Policy) -> rk.Step:
     return fine(policy)
 
 
+def loops_unless_none(policy: rk.Policy) -> rk.Step:
+    """Fine with policy none, and never ends with any other."""
+    return fine(policy) if policy.name == "none" else loops(policy)
+
+
 not_a_function = 3

@@ -1,0 +1,75 @@
+"""What does each policy cost on the reference transformers, for two GPUs that need not be there?
+
+    python experiments/policy_sweep.py [--render]
+
+Sweeps every workload below on every target and keeps the records as data in experiments/results/, one JSON file a
+workload and target, with the plot beside it and all tables in policy_sweep.md. `--render` makes tables and plots
+again from the kept records, without compiling. What the store already has is not compiled again.
+"""
+
+import argparse
+import pathlib
+import sys
+
+from remat_kit import _record
+from remat_kit._report import markdown, plot
+from remat_kit.cli import main as remat_kit
+
+RESULTS = pathlib.Path(__file__).resolve().parent / "results"
+TARGETS = ("h100-sxm-80gb", "a100-sxm-80gb")
+POLICIES = (
+    "none,full,selective_attention,dots_saveable,dots_with_no_batch_dims_saveable,minimal,minimal_with_context,"
+    "save_dot_except_mlp,save_qkv_proj,save_out_proj,minimal_offloaded,offload_block_input"
+)
+WORKLOADS = {
+    "gpt2-small": ("models.transformer:gpt", "size=gpt2-small", "batch=8", "seq=1024"),
+    "llama-1b-fused": (
+        "models.transformer:llama",
+        "size=llama-1b",
+        "layers=8",
+        "batch=4",
+        "seq=4096",
+        "attention=fused",
+    ),
+}
+
+
+def sweep(name: str, target: str) -> int:
+    """The exit status of one sweep; its records and plot are in RESULTS."""
+    path = RESULTS / f"{name}-{target}"
+    extra = ",attention_kernel_saveable,attention_kernel_saveable|save(query_proj,key_proj,value_proj)"
+    policies = POLICIES + extra * ("fused" in name)
+    return remat_kit(
+        ["sweep", *WORKLOADS[name], "--target", target, "--policies", policies]
+        + ["--json", f"{path}.json", "--plot", f"{path}.png", "--force"]
+    )
+
+
+def render() -> None:
+    """Tables and plots from the records in RESULTS."""
+    parts = ["# Policies of the reference transformers\n", "Rendered from the records beside this file.\n"]
+    for name, (spec, *options) in WORKLOADS.items():
+        for target in TARGETS:
+            path = RESULTS / f"{name}-{target}.json"
+            records = _record.load(path.read_text())
+            parts += [f"## {name} on {target}\n", f"`{spec} {' '.join(options)}`\n", markdown.render(records)]
+            path.with_suffix(".png").write_bytes(plot.render(records, ".png"))
+    (RESULTS / "policy_sweep.md").write_text("\n".join(parts))
+
+
+def main() -> int:
+    """0 when every cell of every sweep has its row."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--render", action="store_true", help="only render the kept records again")
+    status = 0
+    if not parser.parse_args().render:
+        RESULTS.mkdir(exist_ok=True)
+        for name in WORKLOADS:
+            for target in TARGETS:
+                status = max(status, sweep(name, target))
+    render()
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,595 @@
+"""`remat` on Linen modules: names, parameters, initial values, random streams and collections stay what they were."""
+
+import enum
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from remat_kit import POLICIES, remat
+from remat_kit._errors import PolicyError
+from remat_kit._jaxpr import walk
+from remat_kit._policy import lower
+
+full = remat("full")
+X = jax.random.normal(jax.random.key(9), (3, 4))
+RNGS = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+
+
+def unchanged(target):
+    return target
+
+
+class Kind(enum.Enum):
+    TANH = "tanh"
+    SIN = "sin"
+
+
+class Block(nn.Module):
+    """A block with dropout, a counter and a sown value."""
+
+    width: int = 4
+    activation: object = jnp.tanh
+
+    @nn.compact
+    def __call__(self, x, train=False, kind=Kind.TANH):
+        calls = self.variable("counters", "calls", lambda: jnp.zeros((), jnp.int32))
+        if not self.is_initializing():
+            calls.value += 1
+        x = nn.Dense(self.width)(x)
+        self.sow("intermediates", "hidden", x)
+        x = nn.Dropout(0.5, deterministic=not train)(x)
+        x = jnp.sin(x) if kind is Kind.SIN else self.activation(x)
+        return nn.Dense(self.width)(x)
+
+
+class SetupBlock(nn.Module):
+    width: int = 4
+
+    def setup(self):
+        self.up = nn.Dense(self.width)
+        self.down = nn.Dense(self.width)
+        self.drop = nn.Dropout(0.5)
+
+    def __call__(self, x, train=False):
+        return self.down(jnp.tanh(self.drop(self.up(x), deterministic=not train)))
+
+
+def stack_of(block, **keywords):
+    """Two auto-named blocks and a named one."""
+
+    class Stack(nn.Module):
+        @nn.compact
+        def __call__(self, x, train):
+            for name in (None, None, "last"):
+                x = block(name=name)(x, train=train, **keywords)
+            return x
+
+    return Stack()
+
+
+def one(block, *args, **kwargs):
+    """A module that calls `block` once with these arguments after its input."""
+
+    class One(nn.Module):
+        @nn.compact
+        def __call__(self, x, train):
+            return block()(x, *args, **kwargs)
+
+    return One()
+
+
+def everything(module, train=True):
+    """All that a module gives: initial variables, loss, changed collections and gradients, twice."""
+    variables = module.init(RNGS, X, train)
+    params = variables["params"]
+    others = {name: values for name, values in variables.items() if name not in ("params", "intermediates")}
+
+    def loss(params, x, others):
+        out, changed = module.apply(
+            {"params": params, **others}, x, train, rngs={"dropout": jax.random.key(5)},
+            mutable=["counters", "intermediates", "batch_stats"],
+        )  # fmt: skip
+        return (out**2).sum(), changed
+
+    run = jax.value_and_grad(loss, (0, 1), has_aux=True)
+    (value, changed), grads = run(params, X, others)
+    again = run(params, X, {**others, **{k: v for k, v in changed.items() if k != "intermediates"}})
+    return {"init": variables, "value": value, "changed": changed, "grads": grads, "again": again}
+
+
+def assert_unchanged(assert_same_tree, build, policy="full", atol=1e-6, **options):
+    """`build(decorator)` gives a module; it must do the same under `policy` as undecorated."""
+    expected, got = everything(build(unchanged), **options), everything(build(remat(policy)), **options)
+    assert_same_tree(got["init"], expected["init"])  # bitwise: the same keys and the same draws
+    assert_same_tree(got, expected, atol=atol)
+    return got
+
+
+def count_checkpoints(module, *args):
+    variables = jax.eval_shape(lambda: module.init(RNGS, X, *args))
+    jaxpr = jax.make_jaxpr(lambda v: module.apply(v, X, *args, rngs=RNGS, mutable=["counters", "intermediates"]))
+    return sum(
+        equation.primitive in ("checkpoint", "remat", "remat2", "RematTraced") for equation in walk(jaxpr(variables))
+    )
+
+
+@pytest.mark.parametrize("policy", ["full", "dots_saveable", "everything_saveable", "none"])
+@pytest.mark.parametrize("train", [True, False])
+def test_compact_modules(policy, train, assert_same_tree):
+    got = assert_unchanged(assert_same_tree, lambda wrap: stack_of(wrap(Block)), policy, train=train)
+    assert set(got["init"]["params"]) == {"Block_0", "Block_1", "last"}
+    assert set(got["init"]["params"]["last"]) == {"Dense_0", "Dense_1"}
+    # Forward alone counts: the recomputation in backward must not count once more.
+    assert [int(count) for count in jax.tree.leaves(got["changed"]["counters"])] == [1, 1, 1]
+    assert [int(count) for count in jax.tree.leaves(got["again"][0][1]["counters"])] == [2, 2, 2]
+    assert len(jax.tree.leaves(got["changed"]["intermediates"])) == 3
+
+
+def test_the_block_is_rematerialized():
+    assert count_checkpoints(stack_of(Block), True) == 0
+    assert count_checkpoints(stack_of(full(Block)), True) == 3
+    assert count_checkpoints(stack_of(full(SetupBlock)), True) == 3
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_setup_modules(train, assert_same_tree):
+    got = assert_unchanged(assert_same_tree, lambda wrap: stack_of(wrap(SetupBlock)), train=train)
+    assert set(got["init"]["params"]) == {"SetupBlock_0", "SetupBlock_1", "last"}
+    assert set(got["init"]["params"]["last"]) == {"up", "down"}
+
+
+def test_dropout_is_not_the_same_in_two_blocks(assert_same_tree):
+    module = one(full(nn.Dropout), deterministic=False)
+
+    class Two(nn.Module):
+        @nn.compact
+        def __call__(self, x, train):
+            drop = full(nn.Dropout)
+            return drop(0.5, deterministic=False)(x) - drop(0.5, deterministic=False)(x)
+
+    del module
+    out = Two().apply({}, jnp.ones((8, 8)), True, rngs=RNGS)
+    assert float(jnp.abs(out).sum()) > 0
+
+
+@pytest.mark.parametrize("style", ["positional", "keyword"])
+@pytest.mark.parametrize(
+    "flag",
+    [True, False, "tanh", None, Kind.SIN, jnp.sin, [1, 2], {"a": 1}, 2.0, 3, object, np.float64(2), (1, (None, "x"))],
+    ids=repr,
+)
+def test_flags_arrive_as_they_are(style, flag, assert_same_tree):
+    seen = []
+
+    class Flagged(nn.Module):
+        @nn.compact
+        def __call__(self, x, flag=0, *, other=None):
+            seen.append(flag)
+            scale = flag if isinstance(flag, float) else 1.0
+            return nn.Dense(4)(jnp.sin(x) if flag else x) * scale
+
+    arguments = ((flag,), {}) if style == "positional" else ((), {"flag": flag, "other": "x"})
+    if isinstance(flag, np.generic):
+        # A NumPy number is an array to JAX: it may be traced, its value must not change.
+        got = one(full(_scaled_class()), flag).init_with_output(RNGS, X, True)
+        assert_same_tree(got, one(_scaled_class(), flag).init_with_output(RNGS, X, True), atol=1e-6)
+        return
+    assert_unchanged(assert_same_tree, lambda wrap: one(wrap(Flagged), *arguments[0], **arguments[1]))
+    assert all(type(got) is type(flag) and got == flag for got in seen)
+
+
+def _scaled_class():
+    class Scaled(nn.Module):
+        @nn.compact
+        def __call__(self, x, scale):
+            return nn.Dense(4)(x) * scale
+
+    return Scaled
+
+
+def test_equal_flags_of_different_kinds_are_not_mixed_up():
+    seen = []
+
+    class Flagged(nn.Module):
+        @nn.compact
+        def __call__(self, x, flag):
+            seen.append(flag)
+            return x
+
+    wrapped = full(Flagged)
+    for flag in (1, True, 1.0):
+        wrapped().apply({}, X, flag)
+    assert [type(flag) for flag in seen] == [int, bool, float]
+
+
+@pytest.mark.parametrize("above", [True, False], ids=["above compact", "below compact"])
+@pytest.mark.parametrize("train", [True, False])
+def test_decorated_methods(above, train, assert_same_tree):
+    def build(wrap):
+        def call(self, x, train=False):
+            calls = self.variable("counters", "calls", lambda: jnp.zeros((), jnp.int32))
+            calls.value += 1
+            x = nn.Dropout(0.5, deterministic=not train)(nn.Dense(4)(x))
+            self.sow("intermediates", "hidden", x)
+            return nn.Dense(4)(jnp.tanh(x))
+
+        call.__name__ = "__call__"
+
+        class Decorated(nn.Module):
+            __call__ = wrap(nn.compact(call)) if above else nn.compact(wrap(call))
+
+        return stack_of(Decorated)
+
+    got = assert_unchanged(assert_same_tree, build, train=train)
+    assert set(got["init"]["params"]) == {"Decorated_0", "Decorated_1", "last"}
+    assert count_checkpoints(build(full), train) == 3
+
+
+def test_a_decorated_method_that_is_not_call(assert_same_tree):
+    def build(wrap):
+        class Parts(nn.Module):
+            def setup(self):
+                self.up, self.down = nn.Dense(8), nn.Dense(4)
+
+            @wrap
+            def mlp(self, x, flag=False):
+                return self.down(jnp.tanh(self.up(x))) if flag else x
+
+            def __call__(self, x, train):
+                return self.mlp(x, flag=True) + self.mlp(x)
+
+        return Parts()
+
+    assert_unchanged(assert_same_tree, build)
+    assert count_checkpoints(build(full), True) == 2
+
+
+def test_functions_and_instances_inside_compact(assert_same_tree):
+    def build(wrap):
+        class Inside(nn.Module):
+            @nn.compact
+            def __call__(self, x, train):
+                dense = nn.Dense(4)
+                x = wrap(lambda module, x, scale: jnp.tanh(module(x)) * scale)(dense, x, scale=2.0)
+                x = wrap(dense.__call__)(x)
+                return wrap(nn.Dense(4))(x)
+
+        return Inside()
+
+    assert_unchanged(assert_same_tree, build)
+    assert count_checkpoints(build(full), True) == 3
+
+
+# ---- scan, jit and nested remat
+
+
+@pytest.mark.parametrize("place", ["scan of remat", "remat inside the body", "method"])
+@pytest.mark.parametrize("train", [True, False])
+def test_scan(place, train, assert_same_tree):
+    def build(wrap):
+        class Layer(nn.Module):
+            @nn.compact
+            def __call__(self, x, train=False):
+                inner = wrap(Block) if place == "remat inside the body" else Block
+                return inner()(x, train=train), None
+
+        if place == "scan of remat":
+            Layer = wrap(Layer)
+        elif place == "method":
+            Layer.__call__ = wrap(Layer.__call__)
+
+        class Stack(nn.Module):
+            @nn.compact
+            def __call__(self, x, train):
+                scanned = nn.scan(
+                    Layer,
+                    variable_axes={"params": 0, "counters": 0, "intermediates": 0},
+                    split_rngs={"params": True, "dropout": True},
+                    in_axes=nn.broadcast,
+                    length=3,
+                )
+                return scanned()(x, train)[0]
+
+        return Stack()
+
+    got = assert_unchanged(assert_same_tree, build, train=train)
+    # flax names a scanned class Scan and its name, which is that of the class before remat.
+    assert set(got["init"]["params"]) == {"ScanLayer_0"}
+    kernel = got["init"]["params"]["ScanLayer_0"]["Block_0"]["Dense_0"]["kernel"]
+    assert kernel.shape == (3, 4, 4)
+    assert not np.array_equal(kernel[0], kernel[1])
+    assert count_checkpoints(build(full), train) == 1
+
+
+@pytest.mark.parametrize("order", ["jit of remat", "remat of jit", "jit on the method"])
+def test_jit(order, assert_same_tree):
+    def build(wrap):
+        if order == "jit on the method":
+
+            class Jitted(nn.Module):
+                @nn.jit
+                @nn.compact
+                def __call__(self, x, train=False):
+                    return nn.Dense(4)(jnp.tanh(nn.Dense(4)(x)))
+
+            return stack_of(wrap(Jitted))
+
+        class Plain(nn.Module):
+            @nn.compact
+            def __call__(self, x, train=False):
+                return nn.Dense(4)(jnp.tanh(nn.Dense(4)(x)))
+
+        return stack_of(wrap(nn.jit(Plain)) if order == "remat of jit" else nn.jit(wrap(Plain)))
+
+    assert_unchanged(assert_same_tree, build)
+
+
+def test_a_jitted_step_compiles_once():
+    module = stack_of(full(Block))
+    variables = module.init(RNGS, X, True)
+    traces = []
+
+    @jax.jit
+    def step(params, counters):
+        traces.append(1)
+
+        def loss(params):
+            out, _ = module.apply(
+                {"params": params, "counters": counters}, X, train=True, rngs=RNGS, mutable=["counters"]
+            )
+            return out.sum()
+
+        return jax.grad(loss)(params)
+
+    for _ in range(3):
+        step(variables["params"], variables["counters"])
+    assert len(traces) == 1
+    assert step._cache_size() == 1
+
+
+def test_remat_in_remat(assert_same_tree):
+    def build(wrap):
+        @wrap
+        class Outer(nn.Module):
+            @nn.compact
+            def __call__(self, x, train=False):
+                return nn.Dense(4)(wrap(Block)()(x, train=train))
+
+        return stack_of(Outer)
+
+    got = assert_unchanged(assert_same_tree, build)
+    assert set(got["init"]["params"]["Outer_0"]) == {"Block_0", "Dense_0"}
+    assert count_checkpoints(build(full), True) == 6
+
+
+def test_share_scope(assert_same_tree):
+    def build(wrap):
+        class Outer(nn.Module):
+            def setup(self):
+                self.inner = wrap(SetupBlock)()
+                nn.share_scope(self, self.inner)
+
+            def __call__(self, x, train):
+                return self.inner(x, train=train)
+
+        return Outer()
+
+    got = assert_unchanged(assert_same_tree, build)
+    assert set(got["init"]["params"]) == {"up", "down"}
+
+
+# ---- classes
+
+
+def test_the_class_keeps_its_names_and_is_not_changed():
+    before = Block.__call__
+    wrapped = full(Block)
+    assert Block.__call__ is before
+    assert wrapped is not Block
+    assert issubclass(wrapped, Block)
+    assert (wrapped.__name__, wrapped.__qualname__, wrapped.__module__, wrapped.__doc__) == (
+        Block.__name__, Block.__qualname__, Block.__module__, Block.__doc__
+    )  # fmt: skip
+    assert repr(wrapped(width=5)) == repr(Block(width=5))
+    assert isinstance(wrapped(), Block)
+
+
+def test_dataclass_fields(assert_same_tree):
+    def build(wrap):
+        @wrap
+        class Fields(nn.Module, kw_only=True):
+            width: int
+            activation: object = jnp.sin
+            inner: nn.Module | None = None
+            sizes: tuple[int, ...] = (4, 4)
+            names: dict = None  # pyright: ignore[reportAssignmentType]
+
+            @nn.compact
+            def __call__(self, x, train=False):
+                for size in self.sizes:
+                    x = self.activation(nn.Dense(size)(x))
+                return nn.Dense(self.width)(x if self.inner is None else self.inner(x))
+
+        class Outer(nn.Module):
+            @nn.compact
+            def __call__(self, x, train):
+                shared = nn.Dense(4, name="shared")
+                x = Fields(width=4, inner=shared, names={"a": 1}, name="first")(x)
+                return Fields(width=4, activation=jnp.tanh)(x) + shared(x)
+
+        return Outer()
+
+    got = assert_unchanged(assert_same_tree, build)
+    assert set(got["init"]["params"]) == {"first", "shared", "Fields_0"}
+
+
+@pytest.mark.parametrize("wrapped", ["base", "subclass", "both"])
+def test_subclasses_call_super(wrapped, assert_same_tree):
+    def build(wrap):
+        @(wrap if wrapped != "subclass" else unchanged)
+        class Base(nn.Module):
+            width: int = 4
+
+            @nn.compact
+            def __call__(self, x, train=False):
+                return jnp.tanh(nn.Dense(self.width)(x))
+
+        @(wrap if wrapped != "base" else unchanged)
+        class Derived(Base):
+            scale: float = 2.0
+
+            def __call__(self, x, train=False):
+                return super().__call__(x, train=train) * self.scale
+
+        return stack_of(Derived)
+
+    got = assert_unchanged(assert_same_tree, build)
+    assert set(got["init"]["params"]) == {"Derived_0", "Derived_1", "last"}
+    assert count_checkpoints(build(full), True) == (6 if wrapped == "both" else 3)
+
+
+def test_what_is_applied_to_a_class_with_no_call():
+    class Encoder(nn.Module):
+        def encode(self, x):
+            return x
+
+    with pytest.raises(PolicyError, match="Encoder has no __call__ to rematerialize. Apply remat to the method that"):
+        full(Encoder)
+
+
+def test_none_is_the_class_itself():
+    assert remat("none")(Block) is Block
+
+
+# ---- modules among the arguments
+
+
+def _head(wrap):
+    class Head(nn.Module):
+        @nn.compact
+        def __call__(self, x, other=None, flag=True):
+            return nn.Dense(4)(jnp.tanh(other(x)) if flag else x)
+
+    return wrap(Head)
+
+
+@pytest.mark.parametrize("how", ["positional", "keyword", "in a list", "from setup", "the same twice"])
+def test_a_module_as_another_argument(how, assert_same_tree):
+    def build(wrap):
+        if how == "from setup":
+
+            class Outer(nn.Module):
+                def setup(self):
+                    self.dense, self.head = nn.Dense(4), _head(wrap)()
+
+                def __call__(self, x, train):
+                    return self.head(x, other=self.dense, flag=True) + self.dense(x)
+
+            return Outer()
+
+        class Head(nn.Module):
+            @nn.compact
+            def __call__(self, x, others):
+                return nn.Dense(4)(jnp.tanh(others[1](others[0](x))))
+
+        class Inside(nn.Module):
+            @nn.compact
+            def __call__(self, x, train):
+                dense = nn.Dense(4)
+                if how == "positional":
+                    return _head(wrap)()(x, dense, True)
+                if how == "keyword":
+                    return _head(wrap)()(x, flag=True, other=dense)
+                return wrap(Head)()(x, [dense, dense if how == "the same twice" else nn.Dense(4)])
+
+        return Inside()
+
+    assert_unchanged(assert_same_tree, build)
+
+
+@pytest.mark.parametrize("how", ["second", "keyword", "in a list", "first by keyword"])
+def test_a_function_with_a_module_that_is_not_first(how, assert_same_tree):
+    calls = {
+        "second": lambda wrap, module, x: wrap(lambda x, m: jnp.tanh(m(x)))(x, module),
+        "keyword": lambda wrap, module, x: wrap(lambda x, m: jnp.tanh(m(x)))(x, m=module),
+        "in a list": lambda wrap, module, x: wrap(lambda x, ms: jnp.tanh(ms[0](x)))(x, [module]),
+        "first by keyword": lambda wrap, module, x: wrap(lambda m, x: jnp.tanh(m(x)))(m=module, x=x),
+    }
+
+    def build(wrap):
+        class Inside(nn.Module):
+            @nn.compact
+            def __call__(self, x, train):
+                return calls[how](wrap, nn.Dense(4), x)
+
+        return Inside()
+
+    assert_unchanged(assert_same_tree, build)
+
+
+# ---- the program
+
+
+@pytest.mark.parametrize("policy", ["full", "dots_saveable", "selective_attention", "minimal_offloaded"])
+def test_the_program_is_that_of_nn_remat(policy, remat3, assert_same_program):
+    class Plain(nn.Module):
+        @nn.compact
+        def __call__(self, x, train):
+            return nn.Dense(4)(jnp.tanh(nn.Dropout(0.5, deterministic=not train)(nn.Dense(4)(x))))
+
+    def gradient(block):
+        class Stack(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                return block(name="b")(block(name="a")(x, True), False).sum()
+
+        params = Stack().init(RNGS, X)
+        return jax.make_jaxpr(jax.grad(lambda p, x: Stack().apply(p, x, rngs=RNGS), (0, 1)))(params, X)
+
+    by_hand = functools.partial(nn.remat, policy=lower(POLICIES[policy]), static_argnums=(2,))
+    assert_same_program(gradient(remat(policy)(Plain)), gradient(by_hand(Plain)))
+
+
+def test_the_program_of_a_method_is_that_of_nn_remat(remat3, assert_same_program):
+    def gradient(wrap):
+        class Plain(nn.Module):
+            @wrap
+            @nn.compact
+            def __call__(self, x):
+                return nn.Dense(4)(jnp.tanh(nn.Dense(4)(x)))
+
+        params = Plain().init(RNGS, X)
+        return jax.make_jaxpr(jax.grad(lambda p, x: Plain().apply(p, x).sum(), (0, 1)))(params, X)
+
+    assert_same_program(gradient(full), gradient(nn.remat))
+
+
+def test_batch_statistics_are_updated_once(assert_same_tree):
+    def build(wrap):
+        class Normed(nn.Module):
+            @nn.compact
+            def __call__(self, x, train=False):
+                x = nn.BatchNorm(use_running_average=not train, momentum=0.5)(nn.Dense(4)(x))
+                return nn.Dense(4)(jnp.tanh(x))
+
+        return stack_of(wrap(Normed))
+
+    # The gradient of a normalized value is a difference of large terms.
+    got = assert_unchanged(assert_same_tree, build, atol=1e-5)
+    assert set(got["changed"]["batch_stats"]) == {"Normed_0", "Normed_1", "last"}
+
+
+def test_all_intermediates_can_be_captured(assert_same_tree):
+    states = [
+        stack_of(wrap(Block)).init_with_output(RNGS, X, False)[1]
+        and stack_of(wrap(Block)).apply(
+            stack_of(Block).init(RNGS, X, False), X, False, capture_intermediates=True, mutable=["intermediates", "counters"]
+        )
+        for wrap in (unchanged, full)
+    ]
+    assert_same_tree(states[1], states[0], atol=1e-6)
+    assert len(jax.tree.leaves(states[1][1]["intermediates"])) > 9
