@@ -80,6 +80,7 @@ def build_step(
             params = optax.apply_updates(state.params, updates)
         return TrainState(params, opt_state), value
 
+    # Not jitted: XLA would compile one random generator for each parameter, and there are few different shapes.
     def make_args(seed: int | jax.Array) -> tuple[TrainState, Batch, jax.Array]:
         params_key, batch_key, dropout_key = jax.random.split(jax.random.key(seed, impl=KEY_IMPLEMENTATION), 3)
         params = init_params(params_key)

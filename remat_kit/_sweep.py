@@ -166,9 +166,10 @@ def measure(
         missing = [cell.key for cell in todo if cell.key not in fresh]
         if missing:
             running = [value["running"] for value in outcome.values if value.get("running") in missing]
-            blamed = running[-1] if running else missing[0]
-            fresh[blamed] = {"key": blamed, "error": f"measuring: {outcome.error or 'no result came'}"}
-            store.put_log(blamed, outcome.log)
+            # What fails before any cell's turn fails for each of them.
+            for blamed in running[-1:] or missing:
+                fresh[blamed] = {"key": blamed, "error": f"measuring: {outcome.error or 'no result came'}"}
+                store.put_log(blamed, outcome.log)
         for key, value in fresh.items():
             store.put_measurement(names[key], value)
         found |= fresh

@@ -22,6 +22,17 @@ def remat3(request: pytest.FixtureRequest) -> Iterator[bool]:
 
 
 @pytest.fixture
+def quick_compile() -> Iterator[None]:
+    """XLA compiles with less optimization: what is compared is small, and compiling it takes most of the time."""
+    import jax
+
+    before = jax.config.jax_disable_most_optimizations
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture
 def assert_same_program() -> Callable[[Any, Any], None]:
     """Asserts that two jaxprs are one program: equations, wiring, shapes and parameters, inner jaxprs included.
 
@@ -55,8 +66,7 @@ def _assert_same_program(got: Any, expected: Any) -> None:
     def wiring(side: int, variables: Any) -> list[Any]:
         known = numbers[side]
         return [
-            (str(var.aval), var.val if hasattr(var, "val") else known.setdefault(var, len(known)))
-            for var in variables
+            (str(var.aval), var.val if hasattr(var, "val") else known.setdefault(var, len(known))) for var in variables
         ]
 
     assert wiring(0, [*got.constvars, *got.invars]) == wiring(1, [*expected.constvars, *expected.invars])

@@ -154,7 +154,7 @@ def test_a_sweep_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[s
     out, err = capsys.readouterr()
     assert load(out) == records
     assert "3 are in the store, 0 to run" in err
-    assert "need against step time" in err
+    assert "* on the front" in err
 
     # The saved records give the same table, and may be overwritten when that is allowed.
     assert main(["report", names[0], "--json", names[0], "--force"]) == 0

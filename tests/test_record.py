@@ -121,7 +121,9 @@ def test_a_malformed_field_is_an_error_of_ours_or_empty(field, value):
 
 
 def test_numbers_of_numpy_stay_numbers():
-    record = dataclasses.replace(SMALLEST, need_bytes=np.int64(5), options={"batch": np.int32(8), "rate": np.float32(0.5)})
+    record = dataclasses.replace(
+        SMALLEST, need_bytes=np.int64(5), options={"batch": np.int32(8), "rate": np.float32(0.5)}
+    )
     (read,) = load(dump(record))
     assert read.need_bytes == 5
     assert read.options == {"batch": 8, "rate": 0.5}

@@ -16,7 +16,6 @@ from workloads import cells as fake
 from remat_kit import _fingerprint
 from remat_kit._cell import Inspected, inspect_workload, make_cells
 from remat_kit._errors import RematKitError, WorkloadError
-from remat_kit._pareto import standings, step_seconds
 from remat_kit._pool import Pool, Task
 from remat_kit._record import MeasuredTime, Record
 from remat_kit._store import Store
@@ -366,45 +365,11 @@ def test_a_measurement_that_dies_costs_its_policy(pool: Pool, tmp_path: Path) ->
     assert alone.record == measured["none"]
 
 
-# The Pareto front.
-
-
-def _rows(**points: tuple[int | None, float | None]) -> list[Record]:
-    base = fake.record(fake.cell())
-    return [
-        replace(base, policy=name, need_bytes=need, predicted_step_s=seconds)
-        for name, (need, seconds) in points.items()
-    ]
-
-
-def test_the_front_what_dominates_and_ties() -> None:
-    a, b, c, d, e, f = standings(
-        _rows(a=(1000, 2.0), b=(2000, 1.0), c=(2000, 2.1), d=(2500, 1.5), e=(2001, 1.001), f=(None, None))
-    )
-    assert f is None
-    assert a
-    assert b
-    assert c
-    assert d
-    assert e
-    assert (a.on_front, a.dominated_by, a.ties) == (True, None, ())
-    assert (b.on_front, b.ties) == (True, ("e",))
-    assert (e.on_front, e.ties) == (True, ("b",))
-    assert (c.on_front, c.dominated_by) == (False, "b")  # the faster one of a and b
-    assert (d.on_front, d.dominated_by) == (False, "b")
-
-
-def test_some_row_is_always_on_the_front() -> None:
-    numbers = random.Random(0)
-    for _ in range(200):
-        points = {str(n): (numbers.randint(1000, 1030), numbers.uniform(1.0, 1.05)) for n in range(8)}
-        assert any(standing and standing.on_front for standing in standings(_rows(**points)))
-
-
-def test_measured_times_count_only_on_the_target_itself() -> None:
-    time_s = MeasuredTime(0.5, 0.4, 0.6, "cpu", 3)
-    here = [replace(record, measured_step_s=time_s) for record in _rows(a=(1, 1.0), b=(2, 1.0))]
-    assert step_seconds(here) == ([0.5, 0.5], "measured")
-    there = [replace(record, target="l4") for record in here]
-    assert step_seconds(there) == ([1.0, 1.0], "predicted")
-    assert step_seconds([here[0], replace(here[1], measured_step_s=None)])[1] == "predicted"
+def test_what_fails_before_any_cell_is_measured_fails_once_for_all(pool: Pool, tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    rows = sweep([fake.cell("none"), fake.cell("full")], store, pool, run=fake.immediate)
+    measured = measure(rows, store, pool, run=fake.measures_nothing)
+    assert {row.record.error for row in measured} == {"measuring: AssertionError: nothing was to be measured"}
+    retried = measure(rows, store, pool, run=fake.measures, retry_failed=True)
+    assert (retried[1].record.error or "").startswith("measuring: the process died of SIGABRT")
+    assert retried[0].record.error is None

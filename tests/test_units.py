@@ -88,7 +88,8 @@ def test_format_flops_is_decimal(count, text):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0.0, "0.0 µs"), (25e-6, "25.0 µs"), (1e-3, "1.00 ms"), (0.9994, "999.40 ms"), (90, "90.00 s")]
+    ("seconds", "text"),
+    [(0.0, "0.0 µs"), (25e-6, "25.0 µs"), (1e-3, "1.00 ms"), (0.9994, "999.40 ms"), (90, "90.00 s")],
 )
 def test_format_seconds(seconds, text):
     assert format_seconds(seconds) == text

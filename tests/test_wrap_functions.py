@@ -363,7 +363,9 @@ def test_the_program_is_that_of_jax_checkpoint(policy, remat3, assert_same_progr
 def test_the_program_with_flags_is_that_of_jax_checkpoint(remat3, assert_same_program):
     by_hand = jax.checkpoint(block, static_argnums=(2, 3))
     for flag in (True, False):
-        ours = jax.make_jaxpr(jax.grad(lambda x, w, flag=flag: full(block)(x, flag=flag, w=w, kind=Kind.TANH).sum(), (0, 1)))
+        ours = jax.make_jaxpr(
+            jax.grad(lambda x, w, flag=flag: full(block)(x, flag=flag, w=w, kind=Kind.TANH).sum(), (0, 1))
+        )
         theirs = jax.make_jaxpr(jax.grad(lambda x, w, flag=flag: by_hand(x, w, flag, Kind.TANH).sum(), (0, 1)))
         # By keyword, arguments come in the order of their names; here that is flag, kind, w.
         assert_same_program(ours(X, W), theirs(X, W))

@@ -62,7 +62,7 @@ def standing_text(standing: Standing | None) -> str:
     """`front`, or the policy that dominates; and ties."""
     if standing is None:
         return ""
-    text = "* front" if standing.on_front else f"dominated by {standing.dominated_by}"
+    text = "* on the front" if standing.on_front else f"dominated by {standing.dominated_by}"
     return f"{text}, ties {', '.join(standing.ties)}" if standing.ties else text
 
 
@@ -130,7 +130,7 @@ def columns(records: Sequence[Record]) -> list[Column]:
     found += [
         column("fits", "compiled", [fits_text(record) for record in records], left=True),
         column(
-            "need against step time",
+            "standing",
             f"compiled, {time_source}",
             [standing_text(standing) for standing in standings(records)],
             left=True,
@@ -159,7 +159,7 @@ def notes(records: Sequence[Record]) -> list[str]:
     return [
         "compiled: XLA's buffer assignment. counted: on the jaxpr; recomputed is a share of the model's FLOPs. "
         "predicted: a roofline model.",
-        "* front: no other policy is better in need or step time without being worse in the other. "
+        "standing: on the front when no other policy is better in need or step time without being worse in the other. "
         f"Needs within {NEED_TOLERANCE:.1%} and step times within {time_tolerance(records):.1%} are called equal.",
     ]
 

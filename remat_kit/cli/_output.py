@@ -15,7 +15,7 @@ from remat_kit._record import Record, load
 from remat_kit._store import write_atomically
 
 STDOUT = "-"
-MIN_WIDTH = 100
+MIN_WIDTH = 80
 
 
 def check(name: str | None, force: bool) -> None:
