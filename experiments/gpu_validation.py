@@ -87,11 +87,10 @@ def table(results: list[dict[str, Any]]) -> str:
             continue
         attached, described = row["attached"], row.get("described") or {}
         predicted, measured = attached["predicted_step_s"], row["measured_step_s"]["median"]
-        lines.append(
-            f"| {row['workload']} | {row['policy']} | {mib(described.get('need_bytes'))} | {mib(attached['need_bytes'])} "
-            f"| {mib(row['allocator_peak_bytes'])} | {predicted * 1e3:.2f} ms | {measured * 1e3:.2f} ms "
-            f"| {predicted / measured:.2f} |"
-        )
+        needs = f"{mib(described.get('need_bytes'))} | {mib(attached['need_bytes'])}"
+        times = f"{predicted * 1e3:.2f} ms | {measured * 1e3:.2f} ms | {predicted / measured:.2f}"
+        peak = mib(row["allocator_peak_bytes"])
+        lines.append(f"| {row['workload']} | {row['policy']} | {needs} | {peak} | {times} |")
     return "\n".join(lines)
 
 

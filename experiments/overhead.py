@@ -29,8 +29,9 @@ import sys
 import jax
 import remat_kit
 from remat_kit._step import parse_option
+from remat_kit._trace import device_mesh
 target = remat_kit.get_target(sys.argv[1])
-mesh = remat_kit._trace.device_mesh(target)
+mesh = device_mesh(target)
 on_device = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 options = remat_kit.CompileOptions().for_xla("cuda")
 workload = remat_kit.Workload(sys.argv[3], tuple(map(parse_option, sys.argv[4:])))
@@ -59,10 +60,9 @@ def main() -> int:
     workload = ["models.transformer:gpt", *arguments.options]
     with tempfile.TemporaryDirectory() as store:
         start = time.perf_counter()
-        sweep = cpu_seconds(
-            [sys.executable, "-m", "remat_kit", "sweep", *workload, "--target", TARGET]
-            + ["--policies", arguments.policies, "--store", store, "--json", f"{store}/records.json"]
-        )
+        command = [sys.executable, "-m", "remat_kit", "sweep", *workload, "--target", TARGET]
+        command += ["--policies", arguments.policies, "--store", store, "--json", f"{store}/records.json"]
+        sweep = cpu_seconds(command)
         sweep_wall = time.perf_counter() - start
     start = time.perf_counter()
     bare = cpu_seconds([sys.executable, "-c", BARE, TARGET, arguments.policies, *workload])

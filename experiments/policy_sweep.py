@@ -39,10 +39,8 @@ def sweep(name: str, target: str) -> int:
     path = RESULTS / f"{name}-{target}"
     extra = ",attention_kernel_saveable,attention_kernel_saveable|save(query_proj,key_proj,value_proj)"
     policies = POLICIES + extra * ("fused" in name)
-    return remat_kit(
-        ["sweep", *WORKLOADS[name], "--target", target, "--policies", policies]
-        + ["--json", f"{path}.json", "--plot", f"{path}.png", "--force"]
-    )
+    outputs = ["--json", f"{path}.json", "--plot", f"{path}.png", "--force"]
+    return remat_kit(["sweep", *WORKLOADS[name], "--target", target, "--policies", policies, *outputs])
 
 
 def render() -> None:

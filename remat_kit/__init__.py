@@ -1,37 +1,95 @@
-"""Rematerialization policies for JAX, and what each of them costs on a GPU that need not be there."""
+"""Rematerialization policies for JAX, and what each of them costs on a GPU that need not be there.
 
-from remat_kit import names as names
-from remat_kit._analyze import analyze as analyze
-from remat_kit._compile import CompiledStep as CompiledStep
-from remat_kit._compile import CompileOptions as CompileOptions
-from remat_kit._compile import compile_step as compile_step
-from remat_kit._errors import CompileError as CompileError
-from remat_kit._errors import MeasurementError as MeasurementError
-from remat_kit._errors import OutputError as OutputError
-from remat_kit._errors import PolicyError as PolicyError
-from remat_kit._errors import RematKitError as RematKitError
-from remat_kit._errors import TargetError as TargetError
-from remat_kit._errors import WorkloadError as WorkloadError
-from remat_kit._measure import allocator_peak as allocator_peak
-from remat_kit._measure import check_gradients as check_gradients
-from remat_kit._measure import measure_interleaved as measure_interleaved
-from remat_kit._measure import real_args as real_args
-from remat_kit._policy import POLICIES as POLICIES
-from remat_kit._policy import Policy as Policy
-from remat_kit._policy import Region as Region
-from remat_kit._policy import Rule as Rule
-from remat_kit._policy import get_policy as get_policy
-from remat_kit._policy import offload as offload
-from remat_kit._policy import parse_policies as parse_policies
-from remat_kit._policy import save as save
-from remat_kit._policy import save_kernels as save_kernels
-from remat_kit._policy import union as union
-from remat_kit._record import Record as Record
-from remat_kit._step import Step as Step
-from remat_kit._step import Workload as Workload
-from remat_kit._target import CHIPS as CHIPS
-from remat_kit._target import Target as Target
-from remat_kit._target import get_target as get_target
-from remat_kit._trace import TracedStep as TracedStep
-from remat_kit._trace import trace as trace
-from remat_kit._wrap import remat as remat
+The public API is the list below and nothing else. A name is imported when it is first used: the command line and the
+process that starts a sweep's cells need neither JAX nor Flax, which take a second to import.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from remat_kit import names as names
+    from remat_kit._analyze import analyze as analyze
+    from remat_kit._compile import CompiledStep as CompiledStep
+    from remat_kit._compile import CompileOptions as CompileOptions
+    from remat_kit._compile import compile_step as compile_step
+    from remat_kit._errors import CompileError as CompileError
+    from remat_kit._errors import MeasurementError as MeasurementError
+    from remat_kit._errors import OutputError as OutputError
+    from remat_kit._errors import PolicyError as PolicyError
+    from remat_kit._errors import RematKitError as RematKitError
+    from remat_kit._errors import TargetError as TargetError
+    from remat_kit._errors import WorkloadError as WorkloadError
+    from remat_kit._measure import allocator_peak as allocator_peak
+    from remat_kit._measure import check_gradients as check_gradients
+    from remat_kit._measure import measure_interleaved as measure_interleaved
+    from remat_kit._measure import real_args as real_args
+    from remat_kit._policy import POLICIES as POLICIES
+    from remat_kit._policy import Policy as Policy
+    from remat_kit._policy import Region as Region
+    from remat_kit._policy import Rule as Rule
+    from remat_kit._policy import get_policy as get_policy
+    from remat_kit._policy import offload as offload
+    from remat_kit._policy import parse_policies as parse_policies
+    from remat_kit._policy import save as save
+    from remat_kit._policy import save_kernels as save_kernels
+    from remat_kit._policy import union as union
+    from remat_kit._record import Record as Record
+    from remat_kit._step import Step as Step
+    from remat_kit._step import Workload as Workload
+    from remat_kit._target import CHIPS as CHIPS
+    from remat_kit._target import Target as Target
+    from remat_kit._target import get_target as get_target
+    from remat_kit._trace import TracedStep as TracedStep
+    from remat_kit._trace import trace as trace
+    from remat_kit._wrap import remat as remat
+
+_HOME = {
+    "analyze": "_analyze",
+    "CompiledStep": "_compile",
+    "CompileOptions": "_compile",
+    "compile_step": "_compile",
+    "CompileError": "_errors",
+    "MeasurementError": "_errors",
+    "OutputError": "_errors",
+    "PolicyError": "_errors",
+    "RematKitError": "_errors",
+    "TargetError": "_errors",
+    "WorkloadError": "_errors",
+    "allocator_peak": "_measure",
+    "check_gradients": "_measure",
+    "measure_interleaved": "_measure",
+    "real_args": "_measure",
+    "POLICIES": "_policy",
+    "Policy": "_policy",
+    "Region": "_policy",
+    "Rule": "_policy",
+    "get_policy": "_policy",
+    "offload": "_policy",
+    "parse_policies": "_policy",
+    "save": "_policy",
+    "save_kernels": "_policy",
+    "union": "_policy",
+    "Record": "_record",
+    "Step": "_step",
+    "Workload": "_step",
+    "CHIPS": "_target",
+    "Target": "_target",
+    "get_target": "_target",
+    "TracedStep": "_trace",
+    "trace": "_trace",
+    "remat": "_wrap",
+}
+"""Public name -> the file that it lives in. The same names as above, which type checkers and editors read."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(f"remat_kit.{_HOME[name]}"), name)
+    if name == "names":
+        return importlib.import_module("remat_kit.names")
+    raise AttributeError(f"module 'remat_kit' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(["names", *_HOME])

@@ -1,6 +1,5 @@
 """`analyze`: the record of a compiled step."""
 
-import importlib.metadata
 import re
 import time
 from collections import defaultdict
@@ -9,6 +8,7 @@ from typing import Any
 
 import jax
 
+from remat_kit import _fingerprint
 from remat_kit._compile import ON, CompiledStep, MemoryStats
 from remat_kit._hlo.heap import Heap, LiveBuffer, replay
 from remat_kit._hlo.module import Instruction, Module
@@ -46,7 +46,7 @@ def analyze(compiled: CompiledStep, workload: Workload, policy: str | Policy) ->
         policy=get_policy(policy).name,
         target=target.name,
         mesh=dict(target.mesh),
-        versions=versions(),
+        versions=_fingerprint.versions(),
         xla_remat=_xla_remat(module, compiled.options.xla_remat),
         gemm_backend=compiled.options.gemm_backend(target.chip.platform),
         compile_options=dict(compiled.options.xla_options),
@@ -87,18 +87,6 @@ def analyze(compiled: CompiledStep, workload: Workload, policy: str | Policy) ->
 def need_bytes(memory: MemoryStats) -> int:
     """What the executable allocates on the device before its first kernel: argument + output - alias + temp."""
     return memory.argument + memory.output - memory.alias + memory.temp
-
-
-def versions() -> dict[str, str]:
-    """The versions that a compiled program depends on."""
-    found = {"jax": jax.__version__, "jaxlib": importlib.metadata.version("jaxlib")}
-    for name, packages in {"flax": ["flax"], "plugin": ["jax-cuda13-plugin", "jax-cuda12-plugin"]}.items():
-        for package in packages:
-            try:
-                found.setdefault(name, importlib.metadata.version(package))
-            except importlib.metadata.PackageNotFoundError:
-                continue
-    return found
 
 
 def _xla_remat(module: Module, asked: str) -> str:

@@ -185,26 +185,38 @@ def measure_cells(cells: Sequence[Cell]) -> Iterator[dict[str, Any]]:
     """Measures the steps of all cells on the attached device, one round of each after the other.
 
     Yields `{"running": key}` whenever it turns to another cell, so that a crash can be laid to its cell, and
-    for each cell `{"key": key, "measured_step_s": {...}, "measured_peak_bytes": ..., "warnings": [...],
-    "error": ...}` when it is done.
+    for each cell `{"key": key, "measured_step_s": {...}, "platform": ...}` or `{"key": key, "error": ...}`.
     """
-    from remat_kit._measure import check_gradients, measure_interleaved, real_args
+    from remat_kit._measure import check_gradients, measure_interleaved, real_args, run_once
 
     compiled = {}
     reference = _traced(cells[0], "none", "attached")
+    args = real_args(reference.step)
     for cell in cells:
         yield {"running": cell.key}
         try:
             step = _compiled(cell, cell.policy, "attached")
             check_gradients(step.traced, reference)
+            _, args = run_once(step, args)
         except RematKitError as error:
             yield {"key": cell.key, "error": " ".join(str(error).split())}
         else:
             compiled[cell.key] = step
     if compiled:
-        args = real_args(reference.step)
+        platform = reference.target.chip.platform
         for key, measured in measure_interleaved(compiled, args):
-            yield {"key": key, "measured_step_s": dataclasses.asdict(measured)}
+            yield {"key": key, "measured_step_s": dataclasses.asdict(measured), "platform": platform}
+
+
+def measure_peak(cell: Cell) -> dict[str, Any]:
+    """The most memory that the attached device's allocator had in use in one step of `cell`.
+
+    The allocator counts since the process began, so this runs in a process of its own.
+    """
+    from remat_kit._measure import allocator_peak, real_args
+
+    step = _compiled(cell, cell.policy, "attached")
+    return {"measured_peak_bytes": allocator_peak(step, real_args(step.traced.step))}
 
 
 def _traced(cell: Cell, policy_name: str, target_name: str) -> "TracedStep":

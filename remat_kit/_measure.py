@@ -44,12 +44,12 @@ def measure_interleaved(
     """
     names = list(steps)
     for name in names * 2:
-        args = _run(steps[name], args)[1]
+        args = run_once(steps[name], args)[1]
     times: dict[str, list[float]] = {name: [] for name in names}
     start = time.perf_counter()
     for turn in range(rounds):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            elapsed, args = _run(steps[name], args)
+            elapsed, args = run_once(steps[name], args)
             times[name].append(elapsed)
         if turn >= 4 and time.perf_counter() - start > seconds:
             break
@@ -68,13 +68,12 @@ def device_name(compiled: CompiledStep) -> str:
     return device_mesh(compiled.traced.target).devices.flat[0].device_kind
 
 
-def _run(compiled: CompiledStep, args: tuple[Any, ...]) -> tuple[float, tuple[Any, ...]]:
+def run_once(compiled: CompiledStep, args: tuple[Any, ...]) -> tuple[float, tuple[Any, ...]]:
     """Seconds of one call, and the arguments for the next one."""
-    step = compiled.traced.step
     jax.block_until_ready(args)
     start = time.perf_counter()
     outputs = jax.block_until_ready(compiled.executable(*args))
-    return time.perf_counter() - start, _next_args(step, args, outputs)
+    return time.perf_counter() - start, _next_args(compiled.traced.step, args, outputs)
 
 
 def _next_args(step: Step, args: tuple[Any, ...], outputs: Any) -> tuple[Any, ...]:
@@ -98,14 +97,17 @@ def _signature(tree: Any) -> Any:
 
 
 def allocator_peak(compiled: CompiledStep, args: tuple[Any, ...]) -> int | None:
-    """The most bytes that the device's allocator had in use, after one call; None where it does not count.
+    """The most bytes that the device's allocator had in use during one call, `args` included.
 
-    It counts since the process began and whatever else lives on the device: call it once, first, in a process
-    of its own, with no other array alive than `args`.
+    None where the device does not count, or where something before the call had more in use: the allocator keeps
+    one highest mark since the process began. So call it in a process of its own.
     """
+    device = device_mesh(compiled.traced.target).devices.flat[0]
+    jax.block_until_ready(args)
+    before = (device.memory_stats() or {}).get("peak_bytes_in_use")
     jax.block_until_ready(compiled.executable(*args))
-    stats = jax.devices()[0].memory_stats()
-    return int(stats["peak_bytes_in_use"]) if stats and "peak_bytes_in_use" in stats else None
+    after = (device.memory_stats() or {}).get("peak_bytes_in_use")
+    return int(after) if before is not None and after is not None and after > before else None
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from remat_kit._cell import Cell, Inspected, inspect_workload, measure_cells, run_cell
+from remat_kit._cell import Cell, Inspected, inspect_workload, measure_cells, measure_peak, run_cell
 from remat_kit._errors import RematKitError, WorkloadError
 from remat_kit._pool import DEFAULT_TIMEOUT_S, Outcome, Pool, Task
 from remat_kit._record import MeasuredTime, Record
@@ -171,9 +171,18 @@ def measure(
                 fresh[blamed] = {"key": blamed, "error": f"measuring: {outcome.error or 'no result came'}"}
                 store.put_log(blamed, outcome.log)
         for key, value in fresh.items():
+            if value.get("platform") == "cuda":
+                value |= _measured_peak(pool, cells[key], limits)
             store.put_measurement(names[key], value)
         found |= fresh
     return [_measured(row, found[row.cell.key], store) if row.cell.key in found else row for row in rows]
+
+
+def _measured_peak(pool: Pool, cell: Cell, limits: Limits) -> dict[str, Any]:
+    (outcome,) = pool.run([Task("peak", measure_peak, cell, limits.timeout_s, limits.memory_limit * limits.jobs)])
+    if outcome.error is None:
+        return outcome.values[0]
+    return {"warnings": [f"the allocator's peak could not be measured: {outcome.error}"]}
 
 
 def _measured(row: Row, measurement: Mapping[str, Any], store: Store) -> Row:

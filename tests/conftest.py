@@ -26,7 +26,7 @@ def quick_compile() -> Iterator[None]:
     """XLA compiles with less optimization: what is compared is small, and compiling it takes most of the time."""
     import jax
 
-    before = jax.config.jax_disable_most_optimizations
+    before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
@@ -43,7 +43,7 @@ def assert_same_program() -> Callable[[Any, Any], None]:
 
 @pytest.fixture
 def assert_same_tree() -> Callable[..., None]:
-    """Asserts that two pytrees have the same structure and leaves, bitwise or within `atol`."""
+    """Asserts that two pytrees have the same structure and leaves, bitwise or within `atol` of the largest element."""
     return _assert_same_tree
 
 
@@ -56,7 +56,8 @@ def _assert_same_tree(got: Any, expected: Any, atol: float = 0.0) -> None:
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf, other = jax.random.key_data(leaf), jax.random.key_data(other)
         assert leaf.dtype == other.dtype, path
-        np.testing.assert_allclose(leaf, other, rtol=0, atol=atol, err_msg=jax.tree_util.keystr(path))
+        largest = float(np.max(np.abs(np.asarray(other, np.float64)), initial=1.0))
+        np.testing.assert_allclose(leaf, other, rtol=0, atol=atol * largest, err_msg=jax.tree_util.keystr(path))
 
 
 def _assert_same_program(got: Any, expected: Any) -> None:

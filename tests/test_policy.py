@@ -220,7 +220,8 @@ def test_the_name_of_a_policy_gives_it_back(policy):
 
 @pytest.mark.parametrize(
     ("text", "nearest"),
-    [("ful", "full"), ("Full", "full"), ("selective_atention", "selective_attention"), ("dots_savable", "dots_saveable"),
+    [("ful", "full"), ("Full", "full"), ("selective_atention", "selective_attention"),
+     ("dots_savable", "dots_saveable"),
      ("nome", "none"), ("save_out", "save_out_proj")],
 )  # fmt: skip
 def test_an_unknown_name_is_answered_with_the_nearest(text, nearest):
@@ -240,7 +241,7 @@ def test_an_empty_call_is_refused():
 
 
 def test_none_the_object_is_neither_none_nor_full():
-    with pytest.raises(PolicyError, match="None is not a policy: .*Say which you mean: 'full' or 'none'"):
+    with pytest.raises(PolicyError, match=r"None is not a policy: .*Say which you mean: 'full' or 'none'"):
         get_policy(None)  # pyright: ignore[reportArgumentType]
 
 
@@ -273,12 +274,12 @@ def test_each_policy_of_a_list_comes_once():
 
 @pytest.mark.parametrize("text", ["", "  ", ",", " , ,"])
 def test_an_empty_list_is_refused(text):
-    with pytest.raises(PolicyError, match="no policy in .*comma-separated list or 'all'. Policies: none,"):
+    with pytest.raises(PolicyError, match=r"no policy in .*comma-separated list or 'all'. Policies: none,"):
         parse_policies(text)
 
 
 def test_one_bad_policy_spoils_a_list():
-    with pytest.raises(PolicyError, match="no policy 'fool'. Did you mean 'full'"):
+    with pytest.raises(PolicyError, match=r"no policy 'fool'. Did you mean 'full'"):
         parse_policies("none,fool")
 
 

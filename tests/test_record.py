@@ -94,19 +94,19 @@ def test_another_schema_version_is_refused(version):
 
 @pytest.mark.parametrize("text", ["3", "[3]", '"full"', "{}", "null"])
 def test_json_that_is_no_record_is_refused(text):
-    with pytest.raises(RematKitError, match="not a remat-kit record.*schema_version is None, known are 1 to"):
+    with pytest.raises(RematKitError, match=r"not a remat-kit record.*schema_version is None, known are 1 to"):
         load(text)
 
 
 def test_text_that_is_no_json_is_refused():
-    with pytest.raises(RematKitError, match="not JSON: .*Give a file that --json wrote"):
+    with pytest.raises(RematKitError, match=r"not JSON: .*Give a file that --json wrote"):
         load("need_bytes: 3")
 
 
 def test_a_missing_field_is_named():
     data = SMALLEST.to_json()
     del data["policy"]
-    with pytest.raises(RematKitError, match="lacks fields: .*policy.*Write it again with --json"):
+    with pytest.raises(RematKitError, match=r"lacks fields: .*policy.*Write it again with --json"):
         Record.from_json(data)
 
 

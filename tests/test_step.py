@@ -101,7 +101,7 @@ def test_a_module_that_cannot_be_imported(module):
 
 
 def test_a_function_that_does_not_exist(workloads):
-    with pytest.raises(RematKitError, match="has no function 'bild'. Did you mean 'build'?"):
+    with pytest.raises(RematKitError, match=r"has no function 'bild'\. Did you mean 'build'\?"):
         Workload("some_workloads:bild").build(FULL, "cpu")
     with pytest.raises(RematKitError, match=r"no function 'a_number'.*build\(policy, \*\*options\)"):
         Workload("some_workloads:a_number").build(FULL, "cpu")

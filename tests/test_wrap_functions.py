@@ -227,7 +227,7 @@ def test_descriptors_are_refused(kind):
 
 @pytest.mark.parametrize("target", [3, "block", None, [block], X])
 def test_what_cannot_be_called_is_refused(target):
-    with pytest.raises(PolicyError, match="which cannot be called. Apply it to a flax module class, to a method, or"):
+    with pytest.raises(PolicyError, match=r"which cannot be called. Apply it to a flax module class, to a method, or"):
         full(target)
 
 

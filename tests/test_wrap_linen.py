@@ -119,8 +119,9 @@ def count_checkpoints(module, *args):
     )
 
 
-@pytest.mark.parametrize("policy", ["full", "dots_saveable", "everything_saveable", "none"])
-@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize(
+    ("policy", "train"), [("full", True), ("full", False), ("dots_saveable", True), ("everything_saveable", True)]
+)
 def test_compact_modules(policy, train, assert_same_tree):
     got = assert_unchanged(assert_same_tree, lambda wrap: stack_of(wrap(Block)), policy, train=train)
     assert set(got["init"]["params"]) == {"Block_0", "Block_1", "last"}
@@ -272,8 +273,7 @@ def test_functions_and_instances_inside_compact(assert_same_tree):
 
 
 @pytest.mark.parametrize("place", ["scan of remat", "remat inside the body", "method"])
-@pytest.mark.parametrize("train", [True, False])
-def test_scan(place, train, assert_same_tree):
+def test_scan(place, assert_same_tree):
     def build(wrap):
         class Layer(nn.Module):
             @nn.compact
@@ -300,13 +300,13 @@ def test_scan(place, train, assert_same_tree):
 
         return Stack()
 
-    got = assert_unchanged(assert_same_tree, build, train=train)
+    got = assert_unchanged(assert_same_tree, build)
     # flax names a scanned class Scan and its name, which is that of the class before remat.
     assert set(got["init"]["params"]) == {"ScanLayer_0"}
     kernel = got["init"]["params"]["ScanLayer_0"]["Block_0"]["Dense_0"]["kernel"]
     assert kernel.shape == (3, 4, 4)
     assert not np.array_equal(kernel[0], kernel[1])
-    assert count_checkpoints(build(full), train) == 1
+    assert count_checkpoints(build(full), True) == 1
 
 
 @pytest.mark.parametrize("order", ["jit of remat", "remat of jit", "jit on the method"])
@@ -461,7 +461,7 @@ def test_what_is_applied_to_a_class_with_no_call():
         def encode(self, x):
             return x
 
-    with pytest.raises(PolicyError, match="Encoder has no __call__ to rematerialize. Apply remat to the method that"):
+    with pytest.raises(PolicyError, match=r"Encoder has no __call__ to rematerialize. Apply remat to the method that"):
         full(Encoder)
 
 

@@ -163,7 +163,7 @@ def test_rngs_as_an_argument(how, assert_same_tree):
     results = []
     for wrap in (unchanged, full):
         rngs = nnx.Rngs(params=1, dropout=2)
-        gradient = nnx.grad(lambda x, rngs, f=wrap(noisy): calls[how](f, rngs, x).sum())
+        gradient = nnx.grad(lambda x, rngs, wrap=wrap: calls[how](wrap(noisy), rngs, x).sum())
         grads = [gradient(X, rngs) for _ in range(2)]
         results.append((grads, jax.tree.leaves(nnx.state(rngs))))
         # Each call draws once; the recomputation draws the same numbers and does not count.
@@ -378,7 +378,7 @@ def test_a_class_with_no_call():
         def encode(self, x):
             return x
 
-    with pytest.raises(PolicyError, match="Encoder has no __call__ to rematerialize. Apply remat to the method that"):
+    with pytest.raises(PolicyError, match=r"Encoder has no __call__ to rematerialize. Apply remat to the method that"):
         full(Encoder)
 
 

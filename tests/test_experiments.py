@@ -1,0 +1,61 @@
+"""The experiments that need a GPU or much time, run in small: their code must not rot until the day they are needed."""
+
+import json
+
+import pytest
+
+from experiments import gpu_validation, overhead, policy_sweep
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    workloads = {"tiny": ("models.transformer:gpt", {"size": "tiny", "layers": 1, "dropout": 0.0})}
+    monkeypatch.setattr(gpu_validation, "WORKLOADS", workloads)
+
+
+def test_gpu_validation_measures_a_cell_on_whatever_is_attached(tiny):
+    row = gpu_validation.run_cell("tiny", "full", rounds=5)
+    assert row["attached"]["need_bytes"] == sum(
+        sign * row["attached"][f"{part}_bytes"] for part, sign in
+        (("argument", 1), ("output", 1), ("alias", -1), ("temp", 1))
+    )  # fmt: skip
+    assert row["measured_step_s"]["p10"] <= row["measured_step_s"]["median"] <= row["measured_step_s"]["p90"]
+    assert row["allocator_peak_bytes"] is None  # the CPU's allocator does not count
+    assert json.loads(json.dumps(row, default=str))["policy"] == "full"
+    header, _, line = gpu_validation.table([row]).splitlines()
+    assert line.count("|") == header.count("|")
+    assert "| tiny | full | - |" in line  # this machine's CPU is no described GPU
+
+
+def test_gpu_validation_keeps_going_after_a_cell_that_fails():
+    row = gpu_validation.spawn("GPT naive scanned", "no_such_policy", rounds=5, seconds=120)
+    assert "there is no policy 'no_such_policy'" in row["error"]
+    assert "no_such_policy" in gpu_validation.table([row])
+
+
+def test_gpu_validation_reports_a_cell_that_takes_too_long():
+    assert "not done within 0 s" in gpu_validation.spawn("GPT naive scanned", "full", rounds=5, seconds=0.1)["error"]
+
+
+def test_gpu_validation_covers_six_policies_of_three_workloads():
+    assert len(gpu_validation.POLICIES) >= 6
+    assert len(gpu_validation.WORKLOADS) >= 3
+
+
+def test_kept_results_render_again(tmp_path, monkeypatch):
+    for path in policy_sweep.RESULTS.glob("*-*.json"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    kept = (policy_sweep.RESULTS / "policy_sweep.md").read_text()
+    monkeypatch.setattr(policy_sweep, "RESULTS", tmp_path)
+    policy_sweep.render()
+    assert (tmp_path / "policy_sweep.md").read_text() == kept
+
+
+@pytest.mark.slow
+def test_overhead_compares_the_sweep_with_bare_compiles(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["overhead.py", "--policies", "full", "size=tiny", "layers=1", "dropout=0.0"])
+    overhead.main()  # its exit status is about time, which no test asserts
+    result = json.loads(capsys.readouterr().out)
+    assert result["cells"] == 1
+    assert result["sweep_cpu_s"] > 0
+    assert result["bare_cpu_s"] > 0
