@@ -8,6 +8,7 @@ again from the kept records, without compiling. What the store already has is no
 """
 
 import argparse
+import os
 import pathlib
 import sys
 
@@ -15,7 +16,8 @@ from remat_kit import _record
 from remat_kit._report import markdown, plot
 from remat_kit.cli import main as remat_kit
 
-RESULTS = pathlib.Path(__file__).resolve().parent / "results"
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "experiments/results"
 TARGETS = ("h100-sxm-80gb", "a100-sxm-80gb")
 POLICIES = (
     "none,full,selective_attention,dots_saveable,dots_with_no_batch_dims_saveable,minimal,minimal_with_context,"
@@ -62,6 +64,7 @@ def main() -> int:
     status = 0
     if not parser.parse_args().render:
         RESULTS.mkdir(exist_ok=True)
+        os.chdir(ROOT)  # a sweep imports `models` from the current directory
         for name in WORKLOADS:
             for target in TARGETS:
                 status = max(status, sweep(name, target))

@@ -6,6 +6,7 @@ the inputs of softmax, GELU and SiLU; it does not need what is only added to the
 never computed again.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
@@ -145,15 +146,16 @@ def build(policy: Any, variant: str) -> Step:
 
 @functools.cache
 def traced(policy: str, variant: str, remat3: bool = False) -> TracedStep:
-    """The step traced for the CPU. The caller has set `jax_remat3`; it is here to tell the two apart."""
+    """Loss and gradients traced for the CPU. The caller has set `jax_remat3`; it is here to tell the two apart."""
     assert jax.config.jax_remat3 == remat3
-    return trace(build(policy, variant), get_target("cpu"), get_policy(policy))
+    return gradients_of(build(policy, variant), policy)
 
 
-def gradient_program(step: Step) -> Any:
-    """The closed jaxpr of a step's loss and gradients."""
+def gradients_of(step: Step, policy: str) -> TracedStep:
+    """A step traced for the CPU without its optimizer, in which no policy has a say."""
     assert step.loss_and_grads is not None
-    return jax.jit(step.loss_and_grads).trace(*step.args).jaxpr
+    without = dataclasses.replace(step, fn=step.loss_and_grads, donate=())
+    return trace(without, get_target("cpu"), get_policy(policy))
 
 
 # By hand
@@ -280,7 +282,7 @@ def _run(jaxpr: Any, consts: Any, args: Any) -> list[Any]:
 
 def _scan(eqn: Any, inputs: list[Any]) -> list[Any]:
     body, turns = eqn.params["jaxpr"], range(eqn.params["length"])
-    # Inputs are constants, carry, stacked, outputs carry, stacked; what is stacked has an axis more outside than inside.
+    # Inputs: constants, carry, stacked; outputs: carry, stacked. What is stacked has one axis more outside.
     is_stacked = [outer.aval.ndim > inner.aval.ndim for outer, inner in zip(eqn.invars, body.jaxpr.invars, strict=True)]
     num_carry = sum(
         outer.aval.ndim == inner.aval.ndim for outer, inner in zip(eqn.outvars, body.jaxpr.outvars, strict=True)
@@ -307,8 +309,7 @@ def initial_values(policy: str, variant: str) -> Any:
 @functools.cache
 def reference(variant: str) -> list[np.ndarray]:
     """Loss and gradients under policy none."""
-    program = gradient_program(build("none", variant))
-    return jax.device_get(run_equations(program, initial_values("none", variant)))
+    return jax.device_get(run_equations(traced("none", variant).traced.jaxpr, initial_values("none", variant)))
 
 
 def worst_error(got: list[Any], expected: list[Any]) -> float:

@@ -15,7 +15,7 @@ from contract import (
     build,
     cells,
     diagonal,
-    gradient_program,
+    gradients_of,
     ignores_dots,
     initial_values,
     recomputed,
@@ -47,7 +47,7 @@ def test_counts_of_the_table_are_those_of_its_words(policy):
 @each_cell
 def test_gradients(policy, variant):
     # The arithmetic of the two programs is the same, so are the bits; dropout's masks are drawn twice.
-    got = run_equations(gradient_program(build(policy, variant)), initial_values("none", variant))
+    got = run_equations(traced(policy, variant).traced.jaxpr, initial_values("none", variant))
     for leaf, expected in zip(jax.device_get(got), reference(variant), strict=True):
         assert np.isfinite(leaf).all()
         np.testing.assert_array_equal(leaf, expected)
@@ -116,7 +116,7 @@ def test_matmuls_of_forward_and_backward_do_not_depend_on_the_policy(policy, var
 
 @each_cell
 def test_parameter_tree(policy, variant):
-    got, expected = build(policy, variant).args, traced("none", variant).step.args
+    got, expected = traced(policy, variant).step.args, traced("none", variant).step.args
     assert jax.tree.structure(got) == jax.tree.structure(expected)
     for leaf, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         assert (leaf.shape, leaf.dtype) == (other.shape, other.dtype)
@@ -130,16 +130,16 @@ def test_initial_values(policy, variant, assert_same_tree):
 @each_cell
 def test_program_equals_one_wrapped_by_hand(policy, variant, assert_same_program):
     with wrapped_by_hand(policy):
-        expected = gradient_program(build("none", variant))
-    assert_same_program(gradient_program(build(policy, variant)), expected)
+        expected = gradients_of(build("none", variant), "none")
+    assert_same_program(traced(policy, variant).traced.jaxpr, expected.traced.jaxpr)
 
 
 @on_the_diagonal
 def test_program_of_an_equal_policy_is_equal(policy, variant, assert_same_program):
     again = dataclasses.replace(get_policy(policy))
     assert again is not get_policy(policy) or policy not in POLICIES
-    first, second = gradient_program(build(policy, variant)), gradient_program(build(again, variant))
-    assert_same_program(first, second)
+    rebuilt = gradients_of(build(again, variant), policy)
+    assert_same_program(rebuilt.traced.jaxpr, traced(policy, variant).traced.jaxpr)
 
 
 @pytest.mark.parametrize("policy", RECOMPUTED)

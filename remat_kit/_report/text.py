@@ -70,7 +70,7 @@ def _live_peak(record: Record) -> Iterable[str]:
         yield _row(name, format_bytes(count), f"{share:6.1%}")
     yield _row("= live peak", format_bytes(record.live_peak_bytes), f"{record.live_peak_bytes:,} bytes")
     if record.attributed_share is not None:
-        yield _row("attributed to a module", f"{record.attributed_share:.1%}")
+        yield _row("with a known category", f"{record.attributed_share:.1%}")
 
 
 def _saved(record: Record) -> Iterable[str]:
