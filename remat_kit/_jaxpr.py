@@ -90,7 +90,9 @@ def _walk(jaxpr: core.Jaxpr, executions: int, outer: str, recomputed: bool) -> I
         again = recomputed or "rematted_computation" in own
         yield Equation(eqn, executions, stack, again)
         for body, times in bodies(eqn):
-            yield from _walk(body, executions * times, stack, again or primitive_of(eqn) == _REMAT3)
+            yield from _walk(
+                body, executions * times, stack, again or (primitive_of(eqn) == _REMAT3 and "transpose(" in stack)
+            )
 
 
 def bodies(eqn: Eqn) -> list[tuple[core.Jaxpr, int]]:
@@ -105,6 +107,12 @@ def bodies(eqn: Eqn) -> list[tuple[core.Jaxpr, int]]:
         grid = getattr(params.get("grid_mapping"), "grid", ())
         points = math.prod(size for size in grid if isinstance(size, int))
         return [(_open(params["jaxpr"]), points)]
+    if name == "custom_linear_solve":
+        return [(_open(params["jaxprs"].solve), 1)]
+    if name == "shard_map":
+        axes = params.get("newly_manual_axes", params.get("manual_axes", ()))  # renamed in newer JAX
+        shards = math.prod(params["mesh"].shape[axis] for axis in axes)
+        return [(_open(params["jaxpr"]), shards)]
     if name in ("reduce", "reduce_window", "select_and_scatter_add", "scatter", "scatter-add", "sort", "custom_root"):
         return []  # their jaxprs are scalar combiners
     return [(found, 1) for value in params.values() for found in _jaxprs_in(value)]
@@ -182,8 +190,7 @@ def flops_of(eqn: Eqn) -> int:
         # A dilated input is mostly zeros, which nobody multiplies.
         return 2 * _size(eqn.outvars[0]) * per_output // math.prod(eqn.params["lhs_dilation"])
     if name.startswith("ragged_dot"):
-        # [m, k] x [g, k, n]: each row meets the matrix of its own group only.
-        return 2 * _size(eqn.outvars[0]) * _shape(eqn.invars[0])[-1]
+        return _ragged_flops(eqn)
     if name == "scaled_matmul_wrapper":
         return 2 * _size(eqn.outvars[0]) * _shape(eqn.invars[0])[-1]
     if name.startswith("dot_product_attention"):
@@ -194,11 +201,22 @@ def flops_of(eqn: Eqn) -> int:
     return 0
 
 
+def _ragged_flops(eqn: Eqn) -> int:
+    """A row of the ragged dimension meets the matrix of its own group only."""
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (lhs_contract, _), _ = numbers.dot_dimension_numbers
+    lhs = _shape(eqn.invars[0])
+    ragged = set(numbers.lhs_ragged_dimensions)
+    total = 2 * _size(eqn.outvars[0]) * math.prod(lhs[axis] for axis in lhs_contract)
+    # Where the ragged dimension is summed over, the output has a matrix for each group.
+    return total // _shape(eqn.invars[2])[-1] if ragged & set(lhs_contract) else total
+
+
 def lowest_precision(jaxpr: Jaxpr) -> str:
     """The name of the floating-point type with the fewest mantissa bits that any matmul or value here has."""
     found = set()
     for equation in walk(jaxpr):
-        for var in equation.eqn.outvars:
+        for var in (*equation.eqn.invars, *equation.eqn.outvars):
             dtype = getattr(var.aval, "dtype", None)
             if dtype is not None and jnp.issubdtype(dtype, jnp.floating):
                 found.add(jnp.dtype(dtype))

@@ -9,7 +9,7 @@ import enum
 import functools
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -65,6 +65,9 @@ class Policy:
 
     def __post_init__(self) -> None:
         for field in ("saves", "offloads", "kernels"):
+            given = getattr(self, field)
+            if isinstance(given, str) or not all(isinstance(name, str) for name in given):
+                raise PolicyError(f"Policy.{field} is {given!r}. Give a tuple of names, e.g. ('context',).")
             object.__setattr__(self, field, tuple(sorted(set(getattr(self, field)))))
         both = sorted(set(self.saves) & set(self.offloads))
         if both:
@@ -113,7 +116,11 @@ def union(*policies: Policy) -> Policy:
     Raises PolicyError when one of them saves what another offloads, when two have different rules for
     values without a name, or when `none` is among them (it wraps nothing, so there is nothing to unite).
     """
+    if not policies:
+        raise PolicyError("the union of no policies: give at least one, e.g. union(save('context')).")
     for policy in policies:
+        if not isinstance(policy, Policy):
+            raise PolicyError(f"{policy!r} is not a policy, so it has no union: use remat_kit.get_policy.")
         if policy.region is Region.NOTHING:
             raise PolicyError(
                 f"policy {policy.name!r} wraps nothing, so it has no union with another one. "
@@ -127,8 +134,8 @@ def union(*policies: Policy) -> Policy:
             "Keep one of these policies and add names with save(...) or offload(...)."
         )
     return Policy(
-        name="|".join(sorted({policy.name for policy in policies})),
-        summary="; ".join(dict.fromkeys(policy.summary for policy in policies)),
+        name="|".join(sorted({part for policy in policies for part in policy.name.split("|")})),
+        summary="; ".join(sorted({part for policy in policies for part in policy.summary.split("; ")})),
         saves=tuple(name for policy in policies for name in policy.saves),
         offloads=tuple(name for policy in policies for name in policy.offloads),
         kernels=tuple(name for policy in policies for name in policy.kernels),
@@ -297,8 +304,3 @@ def _first_to_keep(choices: Iterable[Callable[..., Any]], primitive: Any, *args:
 def is_kept(answer: Any) -> bool:
     """Whether a `jax.checkpoint` policy's answer means that the value is saved or offloaded."""
     return answer is not False and answer is not _RECOMPUTE
-
-
-def renamed(policy: Policy, name: str, summary: str | None = None) -> Policy:
-    """`policy` under another name, for a table of one's own."""
-    return replace(policy, name=name, summary=summary or policy.summary)

@@ -115,20 +115,26 @@ class Record:
             )
         known = {f.name for f in dataclasses.fields(Record)}
         values = {name: value for name, value in data.items() if name in known}
-        if values.get("measured_step_s"):
-            values["measured_step_s"] = MeasuredTime(**values["measured_step_s"])
         for name in ("warnings", "assumptions"):
             values[name] = tuple(values.get(name) or ())
         try:
+            if (measured := values.get("measured_step_s")) is not None:
+                fields = {f.name for f in dataclasses.fields(MeasuredTime)}
+                values["measured_step_s"] = MeasuredTime(**{k: v for k, v in dict(measured).items() if k in fields})
             return Record(**values)
         except TypeError as error:
             raise RematKitError(f"this record lacks fields: {error}. Write it again with --json.") from error
 
 
+def _plain(value: Any) -> Any:
+    """A NumPy or JAX number as Python's; anything else as text."""
+    return value.item() if hasattr(value, "item") else str(value)
+
+
 def dump(records: "Record | list[Record] | tuple[Record, ...]") -> str:
     """The JSON text of one record, or of a list of them."""
     data = records.to_json() if isinstance(records, Record) else [record.to_json() for record in records]
-    return json.dumps(data, indent=1, default=str) + "\n"
+    return json.dumps(data, indent=1, default=_plain) + "\n"
 
 
 def load(text: str) -> list[Record]:

@@ -6,6 +6,7 @@ Arguments of the step (parameters, batch) are there anyway and are not counted.
 """
 
 import collections
+import itertools
 import re
 import statistics
 from dataclasses import dataclass
@@ -82,7 +83,7 @@ def saved_values(jaxpr: Jaxpr) -> Saved:
     made_forward: dict[Any, Eqn] = {}
     same_as: dict[Any, Any] = {}
     uses: dict[Any, str] = {}
-    scan_names: dict[int, str] = {}
+    scan_names: dict[Any, str] = {}
     for eqn, stack, inputs, outputs in _flat(jaxpr):
         inputs = [same_as.get(var, var) for var in inputs]
         phase = phase_of(stack)
@@ -91,17 +92,17 @@ def saved_values(jaxpr: Jaxpr) -> Saved:
                 made_forward[var] = eqn
         elif phase in (BACKWARD, RECOMPUTE):
             if primitive_of(eqn) == "scan":
-                block = scan_names.setdefault(id(eqn), f"scan{len(scan_names)}:")
+                block = scan_names.setdefault((outputs[0][0], id(eqn)), f"scan{len(scan_names)}:")
             else:
                 block = _block_of(stack)
             for var in inputs:
                 if var in made_forward:
                     uses.setdefault(var, block)
-        if primitive_of(eqn) in _RENAMING and len(inputs) == len(outputs):
+        if _is_renaming(eqn) and len(inputs) == len(outputs):
             same_as.update(zip(outputs, inputs, strict=True))
     values = []
-    for var, block in uses.items():
-        eqn = made_forward[var]
+    for value, block in uses.items():
+        eqn, var = made_forward[value], value[1]
         length = int(eqn.params["length"]) if primitive_of(eqn) == "scan" and _is_stacked(eqn, var) else 1
         if block.startswith("scan") and length == 1:
             block = ""  # one value for the whole scan, e.g. what it carries at its end
@@ -115,29 +116,49 @@ _RENAMING = frozenset({"name", "CheckpointName", "reshape", "squeeze", "expand_d
                        "sharding_constraint"})  # fmt: skip
 
 
+def _is_renaming(eqn: Eqn) -> bool:
+    if primitive_of(eqn) == "broadcast_in_dim":  # of `x[None]`
+        return nbytes(eqn.invars[0]) == nbytes(eqn.outvars[0])
+    return primitive_of(eqn) in _RENAMING
+
+
+# What is inlined: calls, and loops around the derivative (over microbatches, say), of which one iteration counts.
+_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
+_AROUND = frozenset({"scan", "while", "cond", "shard_map"})
+
+
 def _flat(jaxpr: Jaxpr):
-    """The equations at the top of `jaxpr` with calls of `jit` inlined: (eqn, name stack, inputs, outputs)."""
+    """The equations at the top of `jaxpr` with calls inlined: (eqn, name stack, inputs, outputs).
+
+    A value is (number of the call it belongs to, variable): all calls of one function share its variables.
+    """
+    places = itertools.count()
 
     def visit(body: core.Jaxpr, outer: str, known: dict[Any, Any]):
+        place = next(places)
+
         def look_up(var: Any) -> Any:
-            return None if isinstance(var, core.Literal) else known.get(var, var)
+            return None if isinstance(var, core.Literal) else known.setdefault(var, (place, var))
 
         for eqn in body.eqns:
             own = str(eqn.source_info.name_stack)
             stack = f"{outer}/{own}" if own and outer else own or outer
             inputs = [look_up(var) for var in eqn.invars]
             inner = bodies(eqn)
-            if primitive_of(eqn) in ("jit", "pjit", "closed_call", "core_call") and len(inner) == 1:
+            if primitive_of(eqn) in _AROUND and phase_of(stack) not in (FORWARD, BACKWARD, RECOMPUTE):
+                for callee, _ in inner:
+                    yield from visit(callee, stack, {})
+            elif primitive_of(eqn) in _CALLS and len(inner) == 1:
                 callee = inner[0][0]
                 scope = dict(zip(callee.invars, inputs, strict=True))
                 yield from visit(callee, stack, scope)
                 known.update(
-                    (outer_var, scope.get(var, var))
+                    (outer_var, scope[var])
                     for outer_var, var in zip(eqn.outvars, callee.outvars, strict=True)
                     if not isinstance(var, core.Literal)
                 )
             else:
-                yield eqn, stack, inputs, list(eqn.outvars)
+                yield eqn, stack, inputs, [look_up(var) for var in eqn.outvars]
 
     while not isinstance(jaxpr, core.Jaxpr):
         jaxpr = jaxpr.jaxpr

@@ -75,7 +75,7 @@ class Workload:
             raise WorkloadError(f"{self.spec!r} is not a workload. Write module:function, e.g. models.transformer:gpt.")
         try:
             module = importlib.import_module(module_name)
-        except ImportError as error:
+        except (ImportError, TypeError) as error:
             raise WorkloadError(
                 f"cannot import {module_name!r} of workload {self.spec!r}: {error}. "
                 "Run from the folder that holds it, or install its package."
@@ -92,11 +92,12 @@ class Workload:
     def check_options(self, function: Callable[..., Any]) -> None:
         """Raises WorkloadError for an option that the function does not have."""
         parameters = inspect.signature(function).parameters
-        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-            return
-        allowed = list(parameters)[1:]
+        by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        first, *rest = parameters.values()
+        allowed = [parameter.name for parameter in rest if parameter.kind in by_name]
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         for name, _ in self.options:
-            if name not in allowed:
+            if name == first.name or (name not in allowed and not takes_any):
                 raise WorkloadError(
                     f"workload {self.spec} has no option {name!r}.{did_you_mean(name, allowed)} "
                     f"Options: {', '.join(allowed) or 'none'}."

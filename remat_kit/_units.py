@@ -5,6 +5,7 @@ a FLOP count is decimal (1 TFLOP = 10¹² FLOP).
 """
 
 import re
+from fractions import Fraction
 
 from remat_kit._errors import RematKitError
 
@@ -26,7 +27,7 @@ def parse_bytes(text: str) -> int:
     if match is None or match[2].lower() not in units:
         allowed = ", ".join(unit for unit in _BYTES if unit)
         raise RematKitError(f"{text!r} is not a size in bytes. Write a number and one of {allowed}, e.g. 70GiB.")
-    return round(float(match[1]) * units[match[2].lower()])
+    return round(Fraction(match[1]) * units[match[2].lower()])
 
 
 def format_bytes(count: int) -> str:

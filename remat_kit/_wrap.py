@@ -10,8 +10,11 @@ both are in one computation: on unrolled layers and in a fully unrolled scan, wh
 see. Inside a loop that stays a loop the barrier is not needed and costs next to nothing.
 """
 
+import contextlib
+import enum
 import functools
 import inspect
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -75,7 +78,7 @@ def _wrap(target: Any, policy: Policy) -> Any:
 
 
 def _wrap_class(cls: type, policy: Policy) -> type:
-    if "__call__" not in dir(cls) or not inspect.isfunction(cls.__call__):
+    if not any("__call__" in vars(base) for base in cls.__mro__):
         raise PolicyError(
             f"{cls.__name__} has no __call__ to rematerialize. Apply remat to the method that runs the block."
         )
@@ -87,7 +90,9 @@ def _wrap_class(cls: type, policy: Policy) -> type:
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
     }
-    return type(cls)(cls.__name__, (cls,), namespace)
+    # NNX makes a subclass a pytree unless told otherwise.
+    options = {"pytree": cls._pytree__is_pytree} if issubclass(cls, nnx.Pytree) else {}
+    return type(cls)(cls.__name__, (cls,), namespace, **options)
 
 
 def _wrap_function(function: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
@@ -98,11 +103,13 @@ def _wrap_function(function: Callable[..., Any], policy: Policy) -> Callable[...
     @functools.wraps(function)
     def rematerialized(*args: Any, **kwargs: Any) -> Any:
         arrays, arguments, transform = _split(args, kwargs)
-        try:
-            call = checkpointed(arguments, transform)
-        except TypeError:  # a Python argument that cannot be hashed
-            call = _checkpointed(function, policy, arguments, transform)
-        return call(*arrays)
+        # Only what cannot change and is equal to nothing else may share a trace: a frozen configuration can equal
+        # another one, a plain object can be given other settings.
+        call = None
+        if all(leaf is _HOLE or isinstance(leaf, _CONSTANT) for leaf in arguments.leaves):
+            with contextlib.suppress(TypeError):  # a container whose own settings cannot be hashed
+                call = checkpointed(arguments, transform)
+        return (call or _checkpointed(function, policy, arguments, transform))(*arrays)
 
     return rematerialized
 
@@ -114,7 +121,20 @@ def _checkpointed(
         args, kwargs = arguments.fill(arrays)
         return function(*args, **kwargs)
 
-    return transform(dynamic, policy=lower(policy), prevent_cse=True)
+    if transform is not nn.remat:
+        return transform(dynamic, policy=lower(policy), prevent_cse=True)
+
+    # nn.remat lifts the scope of its first argument, a module, and of all modules among the others.
+    def module_first(*arrays: Any) -> Any:
+        first = next(i for i, array in enumerate(arrays) if isinstance(array, nn.Module))
+
+        def lifted(module: nn.Module, *others: Any) -> Any:
+            return dynamic(*others[:first], module, *others[first:])
+
+        lifted_call = nn.remat(lifted, policy=lower(policy), prevent_cse=True)
+        return lifted_call(arrays[first], *arrays[:first], *arrays[first + 1 :])
+
+    return module_first
 
 
 @dataclass(frozen=True)
@@ -141,11 +161,11 @@ _HOLE = object()
 def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], _Arguments, Callable[..., Any]]:
     """The arrays and modules among the arguments, the other arguments, and the transformation for them."""
     leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=lambda node: isinstance(node, _NNX_NODES))
-    linen = bool(args) and isinstance(args[0], nn.Module)
-    moves = [isinstance(leaf, _DYNAMIC) or (linen and i == 0) for i, leaf in enumerate(leaves)]
+    linen = any(isinstance(leaf, nn.Module) and leaf.scope is not None for leaf in leaves)
+    moves = [isinstance(leaf, _DYNAMIC) or (linen and _is_bound(leaf)) for leaf in leaves]
     moving = [leaf for leaf, is_moving in zip(leaves, moves, strict=True) if is_moving]
     fixed = tuple(_HOLE if is_moving else leaf for leaf, is_moving in zip(leaves, moves, strict=True))
-    kinds = tuple((type(leaf), repr(leaf) if isinstance(leaf, float) else None) for leaf in fixed)
+    kinds = tuple((type(leaf), repr(leaf) if isinstance(leaf, float | complex) else None) for leaf in fixed)
     if linen:
         transform = nn.remat
     elif any(isinstance(leaf, _NNX_NODES) for leaf in moving):
@@ -156,4 +176,11 @@ def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], _A
 
 
 _NNX_NODES = (nnx.Pytree, nnx.Variable)
-_DYNAMIC = (jax.Array, np.ndarray, np.generic, *_NNX_NODES)
+_DYNAMIC = (jax.Array, np.ndarray, np.number, np.bool_, *_NNX_NODES)
+_CONSTANT = (bool, int, float, complex, str, bytes, type(None), type(...), enum.Enum, type, np.dtype,
+             types.FunctionType, types.BuiltinFunctionType, jax.custom_jvp, jax.custom_vjp,
+             type(jax.jit(abs)))  # fmt: skip
+
+
+def _is_bound(leaf: Any) -> bool:
+    return isinstance(leaf, nn.Module | nn.Variable) and leaf.scope is not None
