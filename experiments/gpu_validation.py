@@ -108,7 +108,8 @@ def main() -> int:
     parser.add_argument("--cell", nargs=2, metavar=("WORKLOAD", "POLICY"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.cell:
-        print(MARK + json.dumps(run_cell(*arguments.cell, arguments.rounds), default=str))
+        workload, policy = arguments.cell
+        print(MARK + json.dumps(run_cell(workload, policy, arguments.rounds), default=str))
         return 0
     deadline = time.monotonic() + 60 * arguments.minutes
     results: list[dict[str, Any]] = []

@@ -92,7 +92,7 @@ def _wrap_class(cls: type, policy: Policy) -> type:
     }
     # NNX makes a subclass a pytree unless told otherwise.
     options = {"pytree": cls._pytree__is_pytree} if issubclass(cls, nnx.Pytree) else {}
-    return type(cls)(cls.__name__, (cls,), namespace, **options)
+    return types.new_class(cls.__name__, (cls,), options, lambda body: body.update(namespace))
 
 
 def _wrap_function(function: Callable[..., Any], policy: Policy) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from remat_kit import POLICIES, Policy, RematKitError, Rule, get_policy, names, offload, save, save_kernels, union
 from remat_kit._errors import PolicyError
 from remat_kit._jaxpr import walk
-from remat_kit._policy import lower, parse_policies, renamed
+from remat_kit._policy import lower, parse_policies
 
 BUILT_IN = jax.checkpoint_policies
 WRAPPING = [policy for policy in POLICIES.values() if policy.name != "none"]
@@ -98,13 +98,6 @@ def test_selective_attention_saves_what_is_around_the_core_and_nothing_of_it():
     saves = set(POLICIES["selective_attention"].saves)
     assert {"query_proj", "key_proj", "value_proj", "qkv_proj", "out_proj", "mlpwi"} <= saves
     assert not saves & {"attention_scores", "attention_probabilities", "context"}
-
-
-def test_renamed_changes_the_name_alone():
-    mine = renamed(POLICIES["minimal"], "mine")
-    assert mine.name == str(mine) == "mine"
-    assert dataclasses.replace(mine, name="minimal") == POLICIES["minimal"]
-    assert renamed(mine, "mine", "what I use").summary == "what I use"
 
 
 @pytest.mark.parametrize("function", [save, offload, save_kernels])
