@@ -68,7 +68,7 @@ def trace(step: Step, target: Target, policy: Policy | None = None) -> TracedSte
     replicated = NamedSharding(mesh, PartitionSpec())
     args = jax.tree.map(functools.partial(_abstract, replicated), step.args)
     start = time.perf_counter()
-    with _cudnn_of(target):
+    with cudnn_of(target):
         traced = jax.jit(step.fn, donate_argnums=step.donate).trace(*args)
     trace_s = time.perf_counter() - start
     jaxpr = traced.jaxpr
@@ -199,7 +199,7 @@ def _first_line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _cudnn_of(target: Target) -> Iterator[None]:
+def cudnn_of(target: Target) -> Iterator[None]:
     """While it is open, JAX's question for cuDNN and compute capability is answered for a described GPU."""
     if target.attached:
         yield

@@ -30,7 +30,8 @@ from hlo_samples import (
 
 from remat_kit._hlo.module import Module
 from remat_kit._hlo.roofline import Prediction, predict
-from remat_kit._target import CHIPS, Chip
+from remat_kit._target import CHIPS, Chip, get_target
+from remat_kit._trace import cudnn_of
 
 
 @pytest.mark.parametrize("triton", [False, True])
@@ -234,10 +235,8 @@ def test_compiled_attention():
         return out.astype(jnp.float32).sum()
 
     args = [spec(2, 512, 8, 64)] * 3
-    try:
+    with cudnn_of(get_target("h100-sxm-80gb")):
         sample = compiled(jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2))), *args)
-    except RuntimeError as error:
-        pytest.skip(f"needs NVIDIA's cuDNN to compile: {error}")
     rows = {row.op_name.rsplit("_", 1)[-1]: row for row in predicted(sample.proto).rows if row.kind == "matmul"}
     product = 2 * (2 * 8 * 512 * 513 // 2) * 64
     assert {name: row.flops for name, row in rows.items()} == {"fwd": 2 * product, "bwd": 5 * product}
