@@ -26,6 +26,10 @@ from remat_kit._hlo.roofline import BREAKDOWN, Prediction, predict
 from remat_kit._target import CHIPS, Chip, Target
 
 LAYERS, BATCH, WIDTH, HIDDEN = 4, 2048, 512, 2048
+STACKED_TWICE = int(jax.__version_info__ < (0, 12))
+"""Until jaxlib 0.11.2, XLA runs a product twice whose result a scan both uses and stacks for backward: once for its
+user and once inside the fusion that writes it into the stack."""
+
 POLICIES = {
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_saveable,

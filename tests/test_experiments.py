@@ -43,7 +43,7 @@ def test_gpu_validation_covers_six_policies_of_three_workloads():
 
 
 def test_kept_results_render_again(tmp_path, monkeypatch):
-    for path in policy_sweep.RESULTS.glob("*-*.json"):
+    for path in policy_sweep.RESULTS.glob("*.json"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
     kept = (policy_sweep.RESULTS / "policy_sweep.md").read_text()
     monkeypatch.setattr(policy_sweep, "RESULTS", tmp_path)

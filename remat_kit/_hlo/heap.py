@@ -192,13 +192,12 @@ def replay(proto: Any) -> Heap:
     if negative:
         raise RematKitError(f"the buffer assignment has a size of {negative[0]} bytes. {_NEXT}")
     by_color: dict[int, list[Any]] = {}
-    for trace in assignment.heap_simulator_traces:
-        if trace.buffer_allocation_index not in colors:
-            raise RematKitError(f"a heap trace is of the unknown allocation {trace.buffer_allocation_index}. {_NEXT}")
-        by_color.setdefault(colors[trace.buffer_allocation_index], []).append(trace)
+    traced = _traced_allocations(assignment)
+    for trace, allocation in zip(assignment.heap_simulator_traces, traced, strict=True):
+        by_color.setdefault(colors[allocation], []).append(trace)
 
     module = proto.hlo_module
-    fixed, unknown, thread_local_bytes = _fixed_allocations(assignment)
+    fixed, unknown, thread_local_bytes = _fixed_allocations(assignment, frozenset(traced))
     device = [trace for color, traces in by_color.items() if color != HOST_COLOR for trace in traces]
     throughout: dict[str, int] = {}
     fixed_by_color: dict[int, int] = {}
@@ -242,9 +241,30 @@ def replay(proto: Any) -> Heap:
     )
 
 
-def _fixed_allocations(assignment: Any) -> tuple[list[tuple[str, Any]], list[Any], int]:
+def _traced_allocations(assignment: Any) -> list[int]:
+    """The index of the allocation that each heap trace packs: the one that holds the trace's buffers.
+
+    The index that the trace itself names is that of an earlier numbering in some versions of XLA (jaxlib 0.11.2, of
+    the host's trace); it serves where no allocation holds the buffers.
+    """
+    known = {allocation.index for allocation in assignment.buffer_allocations}
+    holder = {
+        each.logical_buffer_id: allocation.index
+        for allocation in assignment.buffer_allocations
+        for each in allocation.assigned
+    }
+    found = []
+    for trace in assignment.heap_simulator_traces:
+        homes = (holder[event.buffer_id] for event in trace.events if event.buffer_id in holder)
+        allocation = next(homes, trace.buffer_allocation_index)
+        if allocation not in known:
+            raise RematKitError(f"a heap trace is of the unknown allocation {allocation}. {_NEXT}")
+        found.append(allocation)
+    return found
+
+
+def _fixed_allocations(assignment: Any, traced: frozenset[int]) -> tuple[list[tuple[str, Any]], list[Any], int]:
     """Allocations that live throughout with their kind, those of which only the size is known, thread-local bytes."""
-    traced = {trace.buffer_allocation_index for trace in assignment.heap_simulator_traces}
     fixed: list[tuple[str, Any]] = []
     unknown: list[Any] = []
     thread_local_bytes = 0
