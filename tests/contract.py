@@ -44,7 +44,7 @@ VARIANTS = {
     for stack in ("scan", "unroll")
 } | {f"linen-{stack}": Variant(linen.gpt_linen, "gpt", {"stack": stack}) for stack in ("scan", "unroll")}
 VARIANTS["llama-naive-unroll"].options["dropout"] = 0.1
-QUICK_VARIANTS = ("gpt-naive-scan", "gpt-fused-unroll", "llama-naive-unroll", "linen-scan")
+QUICK_VARIANTS = ("gpt-naive-scan", "llama-fused-unroll", "linen-scan")
 """Every value of every option at least once; the other variants are marked slow."""
 
 
@@ -133,10 +133,16 @@ def cells() -> list[Any]:
 
 
 def diagonal() -> list[Any]:
-    """(policy, variant) with every policy once and every variant at least twice: for what has to be compiled."""
-    names = list(VARIANTS)
+    """(policy, variant) with every policy once and every variant at least twice: for what has to be compiled.
+
+    The first ten have every variant; the later ones are marked slow, but for one that offloads and one union.
+    """
+    names, quick = list(VARIANTS), ("minimal_offloaded", "dots_saveable|offload(context)")
     pairs = [(policy, names[(3 * i + 1) % len(names)]) for i, policy in enumerate(RECOMPUTED)]
-    return [pytest.param(policy, variant, id=f"{policy}-{variant}") for policy, variant in pairs]
+    return [
+        pytest.param(*pair, id="-".join(pair), marks=[] if i < len(names) or pair[0] in quick else [pytest.mark.slow])
+        for i, pair in enumerate(pairs)
+    ]
 
 
 def build(policy: Any, variant: str) -> Step:

@@ -229,8 +229,7 @@ def test_scanned_and_unrolled_predictions_differ_by_the_rows_that_move_slices():
     # ... and a scan cuts each layer's weights and saved values out of stacks, and puts gradients back.
     slices = seconds(scanned, lambda row: "dynamic" in row.name)
     assert seconds(unrolled, lambda row: "dynamic" in row.name) == 0
-    assert scanned.seconds > unrolled.seconds
-    assert slices > scanned.seconds - unrolled.seconds
+    assert slices == pytest.approx(scanned.seconds - unrolled.seconds, rel=0.1)
 
 
 @pytest.mark.usefixtures("quick_compile")

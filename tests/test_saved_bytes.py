@@ -212,14 +212,6 @@ def test_unrolled_blocks_keep_what_scanned_ones_do(style, policy):
     assert unrolled.saved.device_bytes_per_block == pytest.approx(per_block, rel=0.01)
 
 
-def test_a_function_that_is_called_twice_keeps_its_values_twice():
-    # Both calls have one and the same inner jaxpr.
-    wave = jax.jit(jnp.sin)
-    step = Step(jax.grad(lambda x: wave(wave(x)).sum()), (jax.ShapeDtypeStruct((1000,), jnp.float32),))
-    # The cosine of each call; under another rule the sine's input, once the argument and once the first result.
-    assert trace(step, get_target("cpu")).saved.device_bytes == 2 * 4000
-
-
 def test_what_a_scan_carries_is_not_stacked():
     def loss(w: jax.Array) -> jax.Array:
         def body(carry: Any, w_i: jax.Array) -> Any:
@@ -231,7 +223,5 @@ def test_what_a_scan_carries_is_not_stacked():
 
     step = Step(jax.grad(loss), (jax.ShapeDtypeStruct((4, 1000), jnp.float32),))
     saved = trace(step, get_target("cpu")).saved
-    # `total` has the scan's length in front by chance; its last value is used once, after the scan.
-    assert [value.count for value in saved.values if value.shape == "f32[4,10]"] == [1] * len(
-        [value for value in saved.values if value.shape == "f32[4,10]"]
-    )
+    # `total` has the scan's length in front by chance. Its last value is used after the scan, and so is a cosine.
+    assert [value.count for value in saved.values if value.shape == "f32[4,10]"] == [1, 1]

@@ -115,9 +115,13 @@ def columns(records: Sequence[Record]) -> list[Column]:
     ]
     _, time_source = step_seconds(records)
     unit, size = unit_for(record.need_bytes for record in records)
+    host = []
+    if any(record.host_temp_bytes for record in records):
+        host.append(column(f"host {unit}", "compiled", [in_unit(record.host_temp_bytes, size) for record in records]))
     found += [
         column(f"need {unit}", "compiled", [in_unit(record.need_bytes, size) for record in records]),
         column(f"live peak {unit}", "compiled", [in_unit(record.live_peak_bytes, size) for record in records]),
+        *host,
         column("saved/block", "counted", [bytes_text(record.saved_bytes_per_block) for record in records]),
         column("recomputed", "counted", [recompute_percent(record) for record in records]),
         column("step ms", "predicted", [milliseconds(record.predicted_step_s) for record in records]),
@@ -126,7 +130,7 @@ def columns(records: Sequence[Record]) -> list[Column]:
         found.append(column("step ms", "measured", [measured_text(record) for record in records]))
     if any(record.measured_peak_bytes is not None for record in records):
         cells = [in_unit(record.measured_peak_bytes, size) for record in records]
-        found.append(column(f"peak {unit}", "measured", cells))
+        found.append(column(f"allocator {unit}", "measured", cells))
     found += [
         column("fits", "compiled", [fits_text(record) for record in records], left=True),
         column(
@@ -170,4 +174,8 @@ def warnings(records: Sequence[Record]) -> list[str]:
     for record in records:
         for warning in record.warnings:
             about.setdefault(warning, []).append(record.policy)
-    return [f"{', '.join(dict.fromkeys(policies))}: {warning}" for warning, policies in about.items()]
+    compiled = [record.policy for record in records if not record.error]
+    return [
+        f"{'all policies' if policies == compiled else ', '.join(dict.fromkeys(policies))}: {warning}"
+        for warning, policies in about.items()
+    ]
