@@ -2,7 +2,7 @@
 PYTHON ?= python3.12
 VENV ?= .venv
 BIN := $(VENV)/bin
-POLICIES := none,full,selective_attention,dots_saveable,dots_with_no_batch_dims_saveable,minimal_with_context,save_dot_except_mlp,save_qkv_proj,save_out_proj,minimal_offloaded
+POLICIES := none,full,selective_attention,dots_saveable,dots_with_no_batch_dims_saveable,minimal_with_context,save_out_proj,minimal_offloaded
 
 .PHONY: sweep test test-fast test-oldest check format bench clean
 
@@ -39,12 +39,12 @@ $(VENV)/.python:
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-$(VENV)/.compile: $(VENV)/.python pyproject.toml
-	$(BIN)/python -m pip install --quiet -e '.[compile]' $(CONSTRAINTS)
+$(VENV)/.compile: $(VENV)/.python pyproject.toml constraints-oldest.txt
+	$(BIN)/python -m pip install --quiet -e '.[compile,models]' $(CONSTRAINTS)
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.compile
-	$(BIN)/python -m pip install --quiet -e '.[compile,dev]' $(CONSTRAINTS)
+	$(BIN)/python -m pip install --quiet -e '.[compile,models,dev]' $(CONSTRAINTS)
 	@touch $@
 
 clean:

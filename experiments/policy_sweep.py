@@ -20,7 +20,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments/results"
 POLICIES = (
     "none,full,selective_attention,dots_saveable,dots_with_no_batch_dims_saveable,minimal_with_context,"
-    "save_dot_except_mlp,save_qkv_proj,save_out_proj,minimal_offloaded"
+    "save_out_proj,minimal_offloaded"
 )
 FUSED = ",offload_block_input,attention_kernel_saveable,attention_kernel_saveable|save(query_proj,key_proj,value_proj)"
 GPT = ("models.transformer:gpt", "size=gpt2-small", "batch=8", "seq=1024")

@@ -9,14 +9,14 @@ from typing import Any
 import jax
 
 from remat_kit import _fingerprint
-from remat_kit._compile import ON, CompiledStep, MemoryStats
+from remat_kit._compile import CompiledStep, MemoryStats
 from remat_kit._hlo.heap import Heap, LiveBuffer, replay
 from remat_kit._hlo.module import Instruction, Module
 from remat_kit._hlo.proto import parse
 from remat_kit._hlo.roofline import predict
 from remat_kit._policy import Policy, get_policy
 from remat_kit._record import Record
-from remat_kit._step import Workload
+from remat_kit._step import Workload, label_of
 from remat_kit._target import judge_fit
 from remat_kit._trace import TracedStep
 
@@ -90,11 +90,9 @@ def need_bytes(memory: MemoryStats) -> int:
 
 
 def _xla_remat(module: Module, asked: str) -> str:
-    """XLA's pass names its clones `fusion.12.remat` or `.remat2`."""
-    if asked != ON:
-        return asked
+    """ "fired" when XLA's pass left clones, which it names `fusion.12.remat` or `.remat2`, else what was asked for."""
     clone = re.compile(r"\.remat\d*(\.|$)")
-    return "fired" if any(clone.search(each.name) for each in module.instructions.values()) else ON
+    return "fired" if any(clone.search(each.name) for each in module.instructions.values()) else asked
 
 
 def _warnings(module: Module) -> tuple[str, ...]:
@@ -143,20 +141,6 @@ def _labels_of_parameters(module: Module, traced: TracedStep) -> dict[int, str]:
         if label:
             found[parameter.parameter_number] = label
     return found
-
-
-def label_of(path: tuple[Any, ...], labels: Mapping[str, int | str]) -> str:
-    """The label of an argument's leaf: the one whose place is the longest prefix of its `path`.
-
-    "arguments" when nothing there has a label.
-    """
-    parts = [str(getattr(key, "idx", getattr(key, "key", getattr(key, "name", key)))) for key in path]
-    best, length = "arguments", 0
-    for label, place in labels.items():
-        prefix = str(place).split(".")
-        if parts[: len(prefix)] == prefix and len(prefix) > length:
-            best, length = label, len(prefix)
-    return best
 
 
 def _share(categories: Mapping[str, int], peak: int | None) -> float | None:

@@ -182,30 +182,57 @@ def run_cell(cell: Cell) -> Record:
 
 
 def measure_cells(cells: Sequence[Cell]) -> Iterator[dict[str, Any]]:
-    """Measures the steps of all cells on the attached device, one round of each after the other.
+    """Measures the steps of all cells on the attached device, in turns, after a check of their gradients.
 
     Yields `{"running": key}` whenever it turns to another cell, so that a crash can be laid to its cell, and
-    for each cell `{"key": key, "measured_step_s": {...}, "platform": ...}` or `{"key": key, "error": ...}`.
+    for each cell `{"key": key, "measured_step_s": {...}, "platform": ..., "warnings": [...]}` or
+    `{"key": key, "error": ...}`.
     """
-    from remat_kit._measure import check_gradients, measure_interleaved, real_args, run_once
+    from remat_kit._measure import (
+        check_gradients,
+        device_name,
+        loss_and_gradients,
+        real_args,
+        summarize,
+        take_turns,
+    )
 
     compiled = {}
     reference = _traced(cells[0], "none", "attached")
-    args = real_args(reference.step)
+    warnings = []
+    expected = None
+    if reference.step.loss_and_grads is None:
+        warnings.append("gradients were not compared with policy none: the workload's Step has no loss_and_grads")
+    else:
+        expected = loss_and_gradients(reference)
     for cell in cells:
         yield {"running": cell.key}
         try:
             step = _compiled(cell, cell.policy, "attached")
-            check_gradients(step.traced, reference)
-            _, args = run_once(step, args)
+            if expected is not None:
+                check_gradients(step.traced, reference, expected=expected)
         except RematKitError as error:
             yield {"key": cell.key, "error": " ".join(str(error).split())}
         else:
             compiled[cell.key] = step
-    if compiled:
-        platform = reference.target.chip.platform
-        for key, measured in measure_interleaved(compiled, args):
-            yield {"key": key, "measured_step_s": dataclasses.asdict(measured), "platform": platform}
+    if not compiled:
+        return
+    times: dict[str, list[float]] = {key: [] for key in compiled}
+    # The state of the step itself is made last, when nothing else is on the device.
+    for key, elapsed in take_turns(compiled, real_args(reference.step), rounds=20, seconds=60.0):
+        if elapsed is None:
+            yield {"running": key}
+        else:
+            times[key].append(elapsed)
+    for key, step in compiled.items():
+        measured = summarize(times[key], device_name(step))
+        platform = step.traced.target.chip.platform
+        yield {
+            "key": key,
+            "measured_step_s": dataclasses.asdict(measured),
+            "platform": platform,
+            "warnings": warnings,
+        }
 
 
 def measure_peak(cell: Cell) -> dict[str, Any]:

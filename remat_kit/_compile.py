@@ -1,18 +1,31 @@
 """`compile_step`: XLA's program for a target, with the buffer assignment that the analysis reads."""
 
+import contextlib
 import pathlib
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from remat_kit._errors import CompileError, TargetError
 from remat_kit._trace import TracedStep
 
 ON, OFF = "on", "off"
 GEMMS = ("cublas", "triton")
+
+
+_OURS = {
+    "xla_disable_hlo_passes": "Give --xla-remat on or off; other passes are left as XLA has them.",
+    "xla_gpu_enable_triton_gemm": "Give --gemm cublas or --gemm triton.",
+    "xla_gpu_load_autotune_results_from": "Give --autotune-results FILE.",
+    "xla_dump_to": "The compiled module is read from it; set it in XLA_FLAGS of another run to keep a dump.",
+    "xla_dump_hlo_as_proto": "The compiled module is read from it; leave it out.",
+}
+"""Options of XLA that `for_xla` sets, and what to give instead."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +56,10 @@ class CompileOptions:
                 f"there is no autotune results file {self.autotune_results!r}. "
                 "Write one on your device with XLA_FLAGS=--xla_gpu_dump_autotune_results_to=FILE."
             )
+
+        for name, _ in self.xla_options:
+            if instead := _OURS.get(name):
+                raise CompileError(f"XLA's option {name} is set by remat-kit. {instead}")
 
     def for_xla(self, platform: str) -> dict[str, Any]:
         """XLA's `compiler_options` for a platform. The user's own come last and win."""
@@ -122,15 +139,12 @@ def compile_step(traced: TracedStep, options: CompileOptions | None = None) -> C
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="remat-kit-") as folder:
         compiler_options = {"xla_dump_to": folder, "xla_dump_hlo_as_proto": True} | options.for_xla(platform)
-        # A hit in the persistent cache would compile nothing and so write no proto.
-        cached = jax.config.jax_enable_compilation_cache
-        jax.config.update("jax_enable_compilation_cache", False)
-        try:
-            executable = traced.traced.lower().compile(compiler_options=compiler_options)
-        except jax.errors.JaxRuntimeError as error:
-            raise _explained(error, traced) from error
-        finally:
-            jax.config.update("jax_enable_compilation_cache", cached)
+        with _without_compilation_cache():
+            try:
+                executable = traced.traced.lower().compile(compiler_options=compiler_options)
+            except jax.errors.JaxRuntimeError as error:
+                raise _explained(error, traced) from error
+        compile_s = time.perf_counter() - start
         protos = sorted(pathlib.Path(folder).glob("*after_optimizations.hlo.pb"), key=lambda path: path.stat().st_size)
         if not protos:
             raise CompileError(
@@ -149,7 +163,20 @@ def compile_step(traced: TracedStep, options: CompileOptions | None = None) -> C
         host_temp=stats.host_temp_size_in_bytes,
         peak=stats.peak_memory_in_bytes,
     )
-    return CompiledStep(traced, options, memory, hlo_proto, executable, time.perf_counter() - start)
+    return CompiledStep(traced, options, memory, hlo_proto, executable, compile_s)
+
+
+@contextlib.contextmanager
+def _without_compilation_cache() -> Iterator[None]:
+    """While it is open, nothing comes from JAX's persistent cache: a hit would compile nothing and write no proto."""
+    enabled = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # JAX asks once whether there is a cache, and remembers the answer
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", enabled)
+        compilation_cache.reset_cache()
 
 
 def _explained(error: Exception, traced: TracedStep) -> TargetError | CompileError:

@@ -194,10 +194,11 @@ def flops_of(eqn: Eqn) -> int:
     if name == "scaled_matmul_wrapper":
         return 2 * _size(eqn.outvars[0]) * _shape(eqn.invars[0])[-1]
     if name.startswith("dot_product_attention"):
-        # Operands are [B, T, H, C] and [B, S, K, C]. A causal mask halves what the kernel computes, but the
-        # full square is counted, so that fused and naive attention of one model have the same FLOPs forward.
+        # Operands are [B, T, H, C] and [B, S, K, C]; in layout 1 heads come before positions. A causal mask halves
+        # what the kernel computes, but the full square is counted, so that fused and naive attention of one model
+        # have the same FLOPs forward.
         query, key = _shape(eqn.invars[0]), _shape(eqn.invars[1])
-        return num_matmuls(eqn) * 2 * math.prod(query) * key[1]
+        return num_matmuls(eqn) * 2 * math.prod(query) * key[1 if eqn.params.get("layout", 0) == 0 else 2]
     return 0
 
 
@@ -212,15 +213,27 @@ def _ragged_flops(eqn: Eqn) -> int:
     return total // _shape(eqn.invars[2])[-1] if ragged & set(lhs_contract) else total
 
 
+def least_precise(*dtypes: str) -> str:
+    """The floating-point type with the fewest mantissa bits among `dtypes`; others are passed over."""
+    floating = [dtype for dtype in dtypes if jnp.issubdtype(jnp.dtype(dtype), jnp.floating)]
+    return max(floating, key=lambda dtype: float(jnp.finfo(dtype).eps)) if floating else "float32"
+
+
 def lowest_precision(jaxpr: Jaxpr) -> str:
-    """The name of the floating-point type with the fewest mantissa bits that any matmul or value here has."""
-    found = set()
+    """The name of the least precise floating-point type among the operands of matmuls.
+
+    A value that is cast for another reason says nothing of how exact the gradients are. In a program without matmuls,
+    among all values.
+    """
+    operands, values = set(), set()
     for equation in walk(jaxpr):
         for var in (*equation.eqn.invars, *equation.eqn.outvars):
             dtype = getattr(var.aval, "dtype", None)
             if dtype is not None and jnp.issubdtype(dtype, jnp.floating):
-                found.add(jnp.dtype(dtype))
-    return max(found, key=lambda dtype: float(jnp.finfo(dtype).eps)).name if found else "float32"
+                values.add(jnp.dtype(dtype))
+                if num_matmuls(equation.eqn):
+                    operands.add(jnp.dtype(dtype))
+    return least_precise(*sorted(dtype.name for dtype in operands or values))
 
 
 def nbytes(var: Any) -> int:

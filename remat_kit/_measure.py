@@ -1,6 +1,7 @@
 """Run a compiled step on the attached device: its time, its memory, and whether its gradients are right."""
 
 import math
+import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import numpy as np
 
 from remat_kit._compile import CompiledStep
 from remat_kit._errors import MeasurementError
+from remat_kit._jaxpr import least_precise
 from remat_kit._record import MeasuredTime
 from remat_kit._step import Step
 from remat_kit._trace import TracedStep, device_mesh
@@ -35,26 +37,38 @@ def real_args(step: Step, seed: int = 0) -> tuple[Any, ...]:
 def measure_interleaved(
     steps: Mapping[str, CompiledStep], args: tuple[Any, ...], *, rounds: int = 20, seconds: float = 60.0
 ) -> Iterator[tuple[str, MeasuredTime]]:
-    """For each name of `steps`, the time of one step, when all of them have been measured.
+    """For each name of `steps`, the time of one step, when all of them have been measured; see `take_turns`."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for name, elapsed in take_turns(steps, args, rounds=rounds, seconds=seconds):
+        if elapsed is not None:
+            times[name].append(elapsed)
+    for name, compiled in steps.items():
+        yield name, summarize(times[name], device_name(compiled))
 
-    The steps take turns, one call each in a round and in another order every round, so that whatever slows
-    the machine for a while slows all of them. Two warm-up calls each are not counted. It stops after `rounds`
-    rounds, or after `seconds` once 5 rounds are done. `args` are used up: a step's donated arguments are
-    replaced by its outputs of the same shapes, so one state serves all steps.
+
+def take_turns(
+    steps: Mapping[str, CompiledStep], args: tuple[Any, ...], *, rounds: int, seconds: float
+) -> Iterator[tuple[str, float | None]]:
+    """(name, None) before each call of a step, and (name, seconds) after each one that counts.
+
+    One call each in a round, in a random order every round, so that whatever slows the machine for a while slows all
+    of them, and none has always the same one before it. Two warm-up calls each do not count. It stops after `rounds`
+    rounds, or after `seconds` once 5 rounds are done. `args` are used up: a step's donated arguments are replaced by
+    its outputs of the same shapes, so one state serves all steps.
     """
     names = list(steps)
-    for name in names * 2:
-        args = run_once(steps[name], args)[1]
-    times: dict[str, list[float]] = {name: [] for name in names}
-    start = time.perf_counter()
-    for turn in range(rounds):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+    start, order = time.perf_counter(), random.Random(0)
+    for turn in range(-2, rounds):
+        order.shuffle(names)
+        for name in names:
+            yield name, None
             elapsed, args = run_once(steps[name], args)
-            times[name].append(elapsed)
+            if turn >= 0:
+                yield name, elapsed
+        if turn == -1:
+            start = time.perf_counter()
         if turn >= 4 and time.perf_counter() - start > seconds:
             break
-    for name in names:
-        yield name, summarize(times[name], device_name(steps[name]))
 
 
 def summarize(seconds: Sequence[float], device: str) -> MeasuredTime:
@@ -93,7 +107,7 @@ def _next_args(step: Step, args: tuple[Any, ...], outputs: Any) -> tuple[Any, ..
 
 
 def _signature(tree: Any) -> Any:
-    return jax.tree.structure(tree), [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)]
+    return jax.tree.structure(tree), [(jnp.shape(leaf), jax.dtypes.result_type(leaf)) for leaf in jax.tree.leaves(tree)]
 
 
 def allocator_peak(compiled: CompiledStep, args: tuple[Any, ...]) -> int | None:
@@ -130,14 +144,30 @@ def tolerance_of(precision: str) -> float:
     return float(jnp.finfo(precision).eps) ** (2 / 3)
 
 
-def check_gradients(traced: TracedStep, reference: TracedStep, seed: int = 0) -> GradientCheck:
+def loss_and_gradients(traced: TracedStep, seed: int = 0) -> Any:
+    """(loss, gradients) of `traced` on the arguments that `seed` gives, as NumPy arrays.
+
+    Raises MeasurementError when the step does not say how to get them: its outputs are no substitute, since an
+    optimizer like Adam hides the size of a gradient.
+    """
+    if traced.step.loss_and_grads is None:
+        raise MeasurementError(
+            "this step has no loss_and_grads, so its gradients cannot be compared with policy none. "
+            "Give Step(loss_and_grads=...), a function of the step's arguments that returns (loss, gradients)."
+        )
+    return jax.device_get(jax.jit(traced.step.loss_and_grads)(*real_args(traced.step, seed)))
+
+
+def check_gradients(traced: TracedStep, reference: TracedStep, seed: int = 0, *, expected: Any = None) -> GradientCheck:
     """The difference between a step's loss and gradients and the reference's on the same inputs.
 
-    Raises MeasurementError when it is above what the precision of the step explains, or not finite.
+    `expected` is what `loss_and_gradients` gave for the reference, if it is known already. Raises MeasurementError
+    when the difference is above what the precision of the steps explains, or not finite.
     """
-    tolerance = tolerance_of(traced.precision)
-    got = _loss_and_grads(traced.step, seed)
-    wanted = _loss_and_grads(reference.step, seed)
+    precision = least_precise(traced.precision, reference.precision)
+    tolerance = tolerance_of(precision)
+    wanted = loss_and_gradients(reference, seed) if expected is None else expected
+    got = loss_and_gradients(traced, seed)
     if jax.tree.structure(got) != jax.tree.structure(wanted):
         raise MeasurementError(
             "the gradients have another structure than under policy none: "
@@ -146,24 +176,19 @@ def check_gradients(traced: TracedStep, reference: TracedStep, seed: int = 0) ->
     leaves = jax.tree_util.tree_leaves_with_path(wanted)
     total = math.sqrt(sum(_norm(leaf) ** 2 for _, leaf in leaves[1:]))
     errors = {}
-    for (path, expected), actual in zip(leaves, jax.tree.leaves(got), strict=True):
+    for (path, correct), actual in zip(leaves, jax.tree.leaves(got), strict=True):
         # A gradient that is zero but for rounding (a key's bias under softmax) has no scale of its own.
-        scale = _norm(expected) + (0.01 * total if path != leaves[0][0] else 0.0)
-        errors[jax.tree_util.keystr(path)] = _norm(_host(actual) - _host(expected)) / max(scale, 1e-30)
+        scale = _norm(correct) + (0.01 * total if path != leaves[0][0] else 0.0)
+        errors[jax.tree_util.keystr(path)] = _norm(_host(actual) - _host(correct)) / max(scale, 1e-30)
     worst = max(errors, key=lambda path: errors[path] if math.isfinite(errors[path]) else math.inf)
     check = GradientCheck(next(iter(errors.values())), worst, errors[worst], tolerance)
     if not check.worst_error <= tolerance:
         raise MeasurementError(
             f"{worst or 'the loss'} differs from policy none by {check.worst_error:.2g} of its norm, and "
-            f"{traced.precision} explains at most {tolerance:.2g}: the gradients are wrong. "
+            f"{precision} explains at most {tolerance:.2g}: the gradients are wrong. "
             "Report it to JAX with this policy; do not train with it."
         )
     return check
-
-
-def _loss_and_grads(step: Step, seed: int) -> Any:
-    function = step.loss_and_grads or step.fn
-    return jax.device_get(jax.jit(function)(*real_args(step, seed)))
 
 
 def _host(leaf: Any) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Which rows are worth a look: the Pareto front of need against step time, who dominates whom, and ties."""
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -69,12 +70,15 @@ def standings(records: Sequence[Record]) -> list[Standing | None]:
             groups.setdefault(repr(key), {})[index] = (record.need_bytes, second)
     result: list[Standing | None] = [None] * len(records)
     for points in groups.values():
-        beaten_by = {i: [j for j in points if _dominates(points[j], points[i], tolerance)] for i in points}
-        for i, better in beaten_by.items():
-            # A row of the front explains more than one that is dominated itself; of those, the fastest.
-            best = sorted(better, key=lambda j: (bool(beaten_by[j]), points[j][1], points[j][0]))
+        front: list[int] = []
+        # Whatever dominates a row comes before it in this order, see `_dominates`.
+        for i in sorted(points, key=lambda i: _weight(points[i], tolerance)):
+            better = [j for j in front if _dominates(points[j], points[i], tolerance)]
+            if not better:
+                front.append(i)
+            fastest = min(better, key=lambda j: points[j][::-1], default=None)
             ties = tuple(_name(records, j) for j in points if j != i and _ties(points[i], points[j], tolerance))
-            result[i] = Standing(not best, _name(records, best[0]) if best else None, ties)
+            result[i] = Standing(not better, None if fastest is None else _name(records, fastest), ties)
     return result
 
 
@@ -87,13 +91,19 @@ def _name(records: Sequence[Record], index: int) -> str:
 def _dominates(a: tuple[int, float], b: tuple[int, float], tolerance: float) -> bool:
     """`a` is better than `b` in need or time by more than the tolerance, and worse in neither by more.
 
-    With tolerances this is not transitive. It has no cycles either: in units of the tolerances, log need plus
-    log time falls along each pair. So some row is always on the front.
+    With tolerances this is not transitive: a chain of small steps can lead from a slow row to a fast one. So only rows
+    of the front are asked whether they dominate another. It has no cycles: `_weight` is lower on the better side.
     """
     need, time = (1 + NEED_TOLERANCE), (1 + tolerance)
     no_worse = a[0] <= b[0] * need and a[1] <= b[1] * time
     better = a[0] * need < b[0] or a[1] * time < b[1]
     return no_worse and better
+
+
+def _weight(point: tuple[int, float], tolerance: float) -> float:
+    """log need + log time in units of their tolerances."""
+    need, time = (max(value, 1e-12) for value in point)
+    return math.log(need) / math.log1p(NEED_TOLERANCE) + math.log(time) / math.log1p(tolerance)
 
 
 def _ties(a: tuple[int, float], b: tuple[int, float], tolerance: float) -> bool:

@@ -25,6 +25,7 @@ class SavedValue:
     Attributes:
       bytes: its size; of a scan's stacked output, all iterations together.
       shape: e.g. `bf16[12,8,1024,768]`.
+      dtype: e.g. `bfloat16`.
       block: the repeated block that uses it in backward, "" outside of blocks.
       count: how many blocks share it: the length of a scan, else 1.
       on_host: it waits in host memory.
@@ -32,6 +33,7 @@ class SavedValue:
 
     bytes: int
     shape: str
+    dtype: str
     block: str
     count: int
     on_host: bool
@@ -103,11 +105,13 @@ def saved_values(jaxpr: Jaxpr) -> Saved:
     values = []
     for value, block in uses.items():
         eqn, var = made_forward[value], value[1]
-        length = int(eqn.params["length"]) if primitive_of(eqn) == "scan" and _is_stacked(eqn, var) else 1
-        if block.startswith("scan") and length == 1:
+        is_stacked = primitive_of(eqn) == "scan" and _is_stacked(eqn, var)
+        length = int(eqn.params["length"]) if is_stacked else 1
+        if block.startswith("scan") and not is_stacked:
             block = ""  # one value for the whole scan, e.g. what it carries at its end
         on_host = "host" in str(getattr(var.aval, "memory_space", "")).lower()
-        values.append(SavedValue(nbytes(var), var.aval.str_short(short_dtypes=True), block, length, on_host))
+        shape, dtype = var.aval.str_short(short_dtypes=True), str(getattr(var.aval, "dtype", ""))
+        values.append(SavedValue(nbytes(var), shape, dtype, block, length, on_host))
     return Saved(tuple(sorted(values, key=lambda value: -value.bytes)))
 
 

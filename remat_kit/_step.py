@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
+
 from remat_kit._errors import WorkloadError, did_you_mean
 from remat_kit._policy import Policy
 
@@ -43,6 +45,36 @@ class Step:
             raise WorkloadError(
                 f"Step.donate names argument {outside[0]}, but there are {len(self.args)} (0 to {len(self.args) - 1})."
             )
+
+        paths = [_parts(path) for path, _ in jax.tree_util.tree_leaves_with_path(self.args)]
+        for label, place in self.labels.items():
+            prefix = str(place).split(".")
+            if not any(parts[: len(prefix)] == prefix for parts in paths):
+                depth = len(prefix)
+                there = sorted({".".join(parts[:depth]) for parts in paths})
+                raise WorkloadError(
+                    f"Step.labels says that {label!r} is at {place!r}, where the arguments hold nothing."
+                    f"{did_you_mean(str(place), there)} At that depth there are: {', '.join(there[:20])}."
+                )
+
+
+def label_of(path: tuple[Any, ...], labels: Mapping[str, int | str]) -> str:
+    """The label of an argument's leaf: the one whose place is the longest prefix of its `path` in Step.args.
+
+    "arguments" when nothing there has a label.
+    """
+    parts = _parts(path)
+    best, length = "arguments", 0
+    for label, place in labels.items():
+        prefix = str(place).split(".")
+        if parts[: len(prefix)] == prefix and len(prefix) > length:
+            best, length = label, len(prefix)
+    return best
+
+
+def _parts(path: tuple[Any, ...]) -> list[str]:
+    """A key path of JAX as the words that Step.labels is written in."""
+    return [str(getattr(key, "idx", getattr(key, "key", getattr(key, "name", key)))) for key in path]
 
 
 @dataclass(frozen=True)

@@ -172,7 +172,8 @@ def measure(
                 store.put_log(blamed, outcome.log)
         for key, value in fresh.items():
             if value.get("platform") == "cuda":
-                value |= _measured_peak(pool, cells[key], limits)
+                found_more = _measured_peak(pool, cells[key], limits)
+                value |= found_more | {"warnings": [*value.get("warnings", []), *found_more.get("warnings", [])]}
             store.put_measurement(names[key], value)
         found |= fresh
     return [_measured(row, found[row.cell.key], store) if row.cell.key in found else row for row in rows]
@@ -182,7 +183,7 @@ def _measured_peak(pool: Pool, cell: Cell, limits: Limits) -> dict[str, Any]:
     (outcome,) = pool.run([Task("peak", measure_peak, cell, limits.timeout_s, limits.memory_limit * limits.jobs)])
     if outcome.error is None:
         return outcome.values[0]
-    return {"warnings": [f"the allocator's peak could not be measured: {outcome.error}"]}
+    return {"warnings": [f"the allocator's highest mark could not be measured: {outcome.error}"]}
 
 
 def _measured(row: Row, measurement: Mapping[str, Any], store: Store) -> Row:

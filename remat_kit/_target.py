@@ -157,7 +157,7 @@ class Capacity:
 
     Attributes:
       memory_bytes: device memory, or physical RAM.
-      pool_bytes: what JAX takes when nothing is configured.
+      pool_bytes: what an executable can get when nothing is configured.
       capacity_bytes: what an executable can get at most, with the pool raised as far as it goes.
     """
 
@@ -236,14 +236,14 @@ def capacity(target: Target) -> Capacity:
     highest = max(0, memory - CONTEXT_BYTES) * USABLE_PERCENT // 100
     return Capacity(
         memory_bytes=memory,
-        pool_bytes=min(memory * DEFAULT_POOL_PERCENT // 100, highest),
+        pool_bytes=min(memory * DEFAULT_POOL_PERCENT // 100 * USABLE_PERCENT // 100, highest),
         capacity_bytes=highest,
         assumptions=(
             f"Nothing else uses the {format_bytes(memory)} of the device.",
             f"JAX takes {DEFAULT_POOL_PERCENT}% of it unless {POOL_VARIABLES[0]} (older name: {POOL_VARIABLES[1]}) "
             "is set; a JAX whose pool grows by itself does not need that.",
             f"{format_bytes(CONTEXT_BYTES)} is left to the CUDA context, to library handles and to NCCL.",
-            f"{100 - USABLE_PERCENT}% of the rest is lost to rounding and to fragmentation.",
+            f"{100 - USABLE_PERCENT}% of either is lost to rounding and to fragmentation.",
         ),
     )
 

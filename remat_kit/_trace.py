@@ -18,10 +18,19 @@ from typing import Any
 
 import jax
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from remat_kit._errors import PolicyError, RematKitError, TargetError
-from remat_kit._jaxpr import Work, count_work, lowest_precision, num_matmuls, primitive_of, tag_of, walk
+from remat_kit._jaxpr import (
+    Work,
+    count_work,
+    least_precise,
+    lowest_precision,
+    num_matmuls,
+    primitive_of,
+    tag_of,
+    walk,
+)
 from remat_kit._policy import Policy, Region, is_kept, lower
 from remat_kit._saved import Saved, saved_values
 from remat_kit._step import Step
@@ -41,7 +50,8 @@ class TracedStep:
       traced: JAX's own Traced, from which it is lowered.
       work: matmuls and FLOPs, counted on the jaxpr.
       saved: what is kept from forward to backward, counted on the jaxpr.
-      precision: the least precise floating-point type in it; a comparison's tolerance follows it.
+      precision: the least precise floating-point type that matmuls take or that waits for backward; a comparison's
+        tolerance follows it.
       tags: every tensor name in it.
       warnings: what a reader of the figures has to know.
       trace_s: seconds that JAX took to trace.
@@ -74,9 +84,15 @@ def trace(step: Step, target: Target, policy: Policy | None = None) -> TracedSte
     jaxpr = traced.jaxpr
     tags = frozenset(tag for equation in walk(jaxpr) if (tag := tag_of(equation.eqn)))
     warnings = check_policy(policy, jaxpr, tags) if policy else ()
-    return TracedStep(
-        step, target, traced, count_work(jaxpr), saved_values(jaxpr), lowest_precision(jaxpr), tags, warnings, trace_s
-    )
+    if target.num_devices > 1 and all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(args)):
+        warnings += (
+            f"every argument is replicated on all {target.num_devices} devices of the mesh, so each of them does the "
+            "whole step; give the step's arguments shardings",
+        )
+    saved = saved_values(jaxpr)
+    waiting = {value.dtype for value in saved.values if not value.dtype.startswith("key")}
+    precision = least_precise(lowest_precision(jaxpr), *sorted(waiting))
+    return TracedStep(step, target, traced, count_work(jaxpr), saved, precision, tags, warnings, trace_s)
 
 
 def _abstract(sharding: NamedSharding, leaf: Any) -> Any:
@@ -149,7 +165,9 @@ def device_mesh(target: Target) -> Mesh:
                 f"the mesh {dict(target.mesh)} needs {target.num_devices} devices, {len(devices)} are attached. "
                 "Use a smaller mesh, or name a GPU, of which there can be any number."
             )
-        return jax.make_mesh(sizes, names, devices=devices[: target.num_devices])
+        # As `topologies.make_mesh` does it: the same step must trace alike for a described target and here.
+        kinds = (AxisType.Auto,) * len(names)
+        return jax.make_mesh(sizes, names, axis_types=kinds, devices=devices[: target.num_devices])
     _check_toolchain(target)
     if not pathlib.Path("/dev/nvidiactl").exists():
         # Without a GPU the plugin's own check of NVIDIA's libraries fails, and JAX would drop the plugin.

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from workloads import cells as fake
 
-from remat_kit._pareto import TIME_TOLERANCE, standings, step_seconds, time_tolerance
+from remat_kit._pareto import NEED_TOLERANCE, TIME_TOLERANCE, standings, step_seconds, time_tolerance
 from remat_kit._record import MeasuredTime, Record
 
 
@@ -39,6 +39,26 @@ def test_some_row_is_always_on_the_front() -> None:
     for _ in range(200):
         points = {str(n): (numbers.randint(1000, 1030), numbers.uniform(1.0, 1.05)) for n in range(8)}
         assert any(standing and standing.on_front for standing in standings(_rows(**points)))
+
+
+def test_the_fastest_is_on_the_front_although_small_steps_lead_to_it() -> None:
+    # b is within 1% of a in time and c of b, and each needs more: b falls to a, c is 1.07% faster than a and stays.
+    a, b, c = standings(_rows(a=(1000, 94.76), b=(1100, 94.33), c=(1200, 93.76)))
+    assert a
+    assert b
+    assert c
+    assert (a.on_front, b.dominated_by, c.on_front) == (True, "a", True)
+
+
+def test_the_front_holds_the_best_need_and_the_best_time() -> None:
+    numbers = random.Random(1)
+    for _ in range(200):
+        points = {str(n): (numbers.randint(1000, 1100), numbers.uniform(1.0, 1.1)) for n in range(8)}
+        rows = standings(_rows(**points))
+        front = [point for point, row in zip(points.values(), rows, strict=True) if row and row.on_front]
+        for axis, tolerance in ((0, NEED_TOLERANCE), (1, TIME_TOLERANCE)):
+            best = min(point[axis] for point in points.values())
+            assert min(point[axis] for point in front) <= best * (1 + tolerance)
 
 
 def test_measured_times_count_only_on_the_target_itself() -> None:
