@@ -13,10 +13,10 @@ sweep: $(VENV)/.compile
 	  --policies $(POLICIES) --json out/gpt2-small-h100.json --plot out/gpt2-small-h100.png --force
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-fast: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 # The oldest JAX that is supported.
 test-oldest:

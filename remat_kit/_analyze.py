@@ -115,7 +115,7 @@ def _at_the_peak(heap: Heap, module: Module, proto: Any, traced: TracedStep) -> 
         (each for each in module.by_name[heap.peak_computation].instructions if each.name == heap.peak_instruction),
         None,
     )
-    return dict(sorted(sizes.items(), key=lambda item: -item[1])), peak.phase if peak else None
+    return dict(sorted(sizes.items(), key=lambda item: -item[1])), phase_of(peak) if peak else None
 
 
 def _category(buffer: LiveBuffer, makers: Sequence[Instruction | None], labels: Mapping[int, str]) -> str:
@@ -124,8 +124,16 @@ def _category(buffer: LiveBuffer, makers: Sequence[Instruction | None], labels: 
         return labels.get(buffer.parameter, UNKNOWN) if buffer.parameter is not None else UNKNOWN
     if buffer.kind != "temp":
         return {"live_out": "outputs", "constant": "constants"}.get(buffer.kind, UNKNOWN)
-    phases = [maker.phase for maker in makers if maker is not None and maker.phase != "unknown"]
-    return f"made in {phases[0]}" if phases else UNKNOWN
+    phases = (phase_of(maker) for maker in makers if maker is not None)
+    known = next((phase for phase in phases if phase != "unknown"), None)
+    return f"made in {known}" if known else UNKNOWN
+
+
+def phase_of(instruction: Instruction) -> str:
+    """The phase of `instruction`, or of what is fused into it when XLA gave the fusion itself no name."""
+    fused = (each for called in instruction.called for each in reversed(called.instructions))
+    phases = (each.phase for each in (instruction, *fused))
+    return next((phase for phase in phases if phase != "unknown"), "unknown")
 
 
 def _labels_of_parameters(module: Module, traced: TracedStep) -> dict[int, str]:

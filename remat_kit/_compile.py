@@ -1,6 +1,7 @@
 """`compile_step`: XLA's program for a target, with the buffer assignment that the analysis reads."""
 
 import contextlib
+import importlib.util
 import pathlib
 import tempfile
 import time
@@ -135,6 +136,7 @@ def compile_step(traced: TracedStep, options: CompileOptions | None = None) -> C
     XLA refuses it for another reason.
     """
     options = options or CompileOptions()
+    _check_target(traced)
     platform = traced.target.chip.platform
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="remat-kit-") as folder:
@@ -179,21 +181,38 @@ def _without_compilation_cache() -> Iterator[None]:
         compilation_cache.reset_cache()
 
 
-def _explained(error: Exception, traced: TracedStep) -> TargetError | CompileError:
-    text = str(error)
+def _check_target(traced: TracedStep) -> None:
+    """Raises TargetError for what XLA would refuse late, or die of (a V100 with CUDA 13, in some versions)."""
     target = traced.target
-    if "ALG_DOT_BF16" in text or ("bf16" not in target.chip.flops_per_s and traced.precision == "bfloat16"):
-        return TargetError(
+    if target.chip.platform == "cuda" and "bf16" not in target.chip.flops_per_s and traced.precision == "bfloat16":
+        raise TargetError(
             f"{target.chip.title} has no bfloat16 matmuls, and this step has some. "
             "Build the step in float16 or float32, or name a GPU of compute capability 8.0 or later (a100 and on)."
         )
-    if target.compute_capability < (7, 5) and target.chip.platform == "cuda":
-        return TargetError(
-            f"{target.chip.title} (compute capability {'.'.join(map(str, target.compute_capability))}) is older than "
-            "what CUDA 13 compiles for. Name a newer GPU, or install the CUDA 12 plugin: pip install 'jax[cuda12]'."
+    if not target.attached and target.compute_capability < _OLDEST_OF_CUDA_13 and not _has_cuda_12():
+        capability = ".".join(map(str, target.compute_capability))
+        raise TargetError(
+            f"{target.chip.title} (compute capability {capability}) is older than what CUDA 13 compiles for. "
+            "Name a newer GPU, or install the CUDA 12 plugin: pip install 'jax[cuda12]'."
         )
-    first = text.strip().splitlines()[0] if text.strip() else type(error).__name__
+
+
+_OLDEST_OF_CUDA_13 = (7, 5)
+
+
+def _has_cuda_12() -> bool:
+    return importlib.util.find_spec("jax_plugins.xla_cuda12") is not None
+
+
+def _explained(error: Exception, traced: TracedStep) -> TargetError | CompileError:
+    text = str(error).strip()
+    first = text.splitlines()[0] if text else type(error).__name__
+    if "ALG_DOT_BF16" in text:
+        return TargetError(
+            f"{traced.target.chip.title} cannot run this step's bfloat16 matmuls: {first} "
+            "Build the step in float16 or float32, or name a GPU of compute capability 8.0 or later (a100 and on)."
+        )
     return CompileError(
-        f"XLA refused the step for {target.name!r}: {first} "
+        f"XLA refused the step for {traced.target.name!r}: {first} "
         "Look at the step with policy none and --target cpu to see whether it compiles at all."
     )

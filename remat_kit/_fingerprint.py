@@ -12,8 +12,8 @@ from pathlib import Path
 
 # Files that cannot change a row: they start cells, keep rows and show them.
 _NOT_IN_A_ROW = ("cli", "_report", "_store.py", "_sweep.py", "_pool.py", "_worker.py", "_pareto.py", "__main__.py")
-# Settings of JAX that change neither the program nor what is compiled from it.
-_HARMLESS = ("CACHE", "LOG", "TRACEBACK")
+# Settings of JAX that change neither the program nor what is compiled from it. Which device is meant is in the target.
+_HARMLESS = ("CACHE", "LOG", "TRACEBACK", "PLATFORM", "CONSTRAINTS_CHECK")
 
 
 def kit_digest() -> str:

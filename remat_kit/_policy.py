@@ -144,11 +144,11 @@ def union(*policies: Policy) -> Policy:
 
 
 def _names(given: tuple[str, ...], function: str) -> tuple[str, ...]:
-    bad = [name for name in given if not isinstance(name, str) or not re.fullmatch(r"[\w.\-/]+", name)]
+    bad = [name for name in given if not isinstance(name, str) or not re.fullmatch(r"[^\s(),|]+", name)]
     if bad or not given:
         what = f"got {bad[0]!r}" if bad else "got none"
         raise PolicyError(
-            f"{function}(...) takes one or more tensor names (letters, digits and _ . - /), {what}. "
+            f"{function}(...) takes one or more tensor names (without spaces and ( ) , |), {what}. "
             f"Write e.g. {function}('query_proj', 'context')."
         )
     return tuple(sorted(set(given)))

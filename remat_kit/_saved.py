@@ -12,7 +12,6 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 from jax.extend import core
 
 from remat_kit._jaxpr import BACKWARD, FORWARD, RECOMPUTE, Eqn, Jaxpr, bodies, nbytes, phase_of, primitive_of
@@ -96,10 +95,10 @@ def saved_values(jaxpr: Jaxpr) -> Saved:
             if primitive_of(eqn) == "scan":
                 block = scan_names.setdefault((outputs[0][0], id(eqn)), f"scan{len(scan_names)}:")
             else:
-                block = _block_of(stack)
+                block = _block_of(stack) or _block_inside(eqn)
             for var in inputs:
-                if var in made_forward:
-                    uses.setdefault(var, block)
+                if var in made_forward:  # the first user that is in a block, since barriers in front of it are in none
+                    uses[var] = uses.get(var) or block
         if _is_renaming(eqn) and len(inputs) == len(outputs):
             same_as.update(zip(outputs, inputs, strict=True))
     values = []
@@ -170,17 +169,25 @@ def _flat(jaxpr: Jaxpr):
 
 
 def _is_stacked(eqn: Eqn, var: Any) -> bool:
-    num_carry = eqn.params.get("num_carry")
-    if num_carry is None:  # newer JAX describes the outputs as (carry, stacked)
-        num_carry = len(_leaves(eqn.params["ft_out"][0]))
-    return any(var is out for out in eqn.outvars[num_carry:])
+    """Whether `var` is a stacked output of the scan `eqn`: it has one axis more than the body's output."""
+    ((body, _),) = bodies(eqn)
+    return any(
+        var is outer and len(_dims(outer)) == len(_dims(inner)) + 1
+        for outer, inner in zip(eqn.outvars, body.outvars, strict=True)
+    )
 
 
-def _leaves(tree: Any) -> list[Any]:
-    return jax.tree.leaves(tree, is_leaf=lambda leaf: leaf is None)
+def _dims(var: Any) -> tuple[int, ...]:
+    return getattr(var.aval, "shape", ())
 
 
 def _block_of(stack: str) -> str:
     """The outermost numbered scope of a name stack, `block_3` of `transpose(jvp(block_3))/mlp`; "" without one."""
     match = re.search(r"(?<![A-Za-z0-9_.])[A-Za-z][A-Za-z0-9_.]*?_\d+(?![A-Za-z0-9_])", stack)
     return match[0] if match else ""
+
+
+def _block_inside(eqn: Eqn) -> str:
+    """The block that the equations inside `eqn` name: Linen's backward remat has no name itself."""
+    stacks = (str(inner.source_info.name_stack) for body, _ in bodies(eqn) for inner in body.eqns)
+    return next((block for stack in stacks if (block := _block_of(stack))), "")

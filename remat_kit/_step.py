@@ -49,7 +49,7 @@ class Step:
         paths = [_parts(path) for path, _ in jax.tree_util.tree_leaves_with_path(self.args)]
         for label, place in self.labels.items():
             prefix = str(place).split(".")
-            if not any(parts[: len(prefix)] == prefix for parts in paths):
+            if not any(parts[: len(prefix)] == prefix for parts in paths) and not _is_place(self.args, prefix):
                 depth = len(prefix)
                 there = sorted({".".join(parts[:depth]) for parts in paths})
                 raise WorkloadError(
@@ -75,6 +75,20 @@ def label_of(path: tuple[Any, ...], labels: Mapping[str, int | str]) -> str:
 def _parts(path: tuple[Any, ...]) -> list[str]:
     """A key path of JAX as the words that Step.labels is written in."""
     return [str(getattr(key, "idx", getattr(key, "key", getattr(key, "name", key)))) for key in path]
+
+
+def _is_place(node: Any, words: list[str]) -> bool:
+    """Whether there is something at `words` below `node`, be it without leaves, like the state of plain SGD."""
+    for word in words:
+        if isinstance(node, Mapping) and word in node:
+            node = node[word]
+        elif isinstance(node, tuple | list) and word.isdigit() and int(word) < len(node):
+            node = node[int(word)]
+        elif hasattr(node, word):
+            node = getattr(node, word)
+        else:
+            return False
+    return True
 
 
 @dataclass(frozen=True)

@@ -131,6 +131,8 @@ def _start(
             faulthandler.enable(2)
             faulthandler.dump_traceback_later(request["timeout_s"], file=2)
             status = _run(request["call"], result)
+        except BaseException:
+            traceback.print_exc()
         finally:
             with contextlib.suppress(Exception):
                 sys.stdout.flush()

@@ -1,6 +1,7 @@
 """Settings of all tests, and the comparisons that several files share."""
 
 import os
+import re
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -101,3 +102,8 @@ def _open(jaxpr: Any) -> Any:
             break
         jaxpr = inner
     return jaxpr
+
+
+def stable_id(value: object) -> str:
+    """A test's id without memory addresses, so that two processes give the same tests the same names."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value) if type(value).__name__ == "Policy" else repr(value))

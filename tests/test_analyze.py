@@ -297,9 +297,9 @@ def test_wrong_gradients_are_refused():
         MeasurementError, match=r"differs from policy none by 0\.0[0-9]+ of its norm, and float32.*wrong"
     ):
         check_gradients(on_cpu(small_step(1.01)), on_cpu(small_step()))
-    # Without a function for the gradients, what the step returns is compared.
-    with pytest.raises(MeasurementError, match="gradients are wrong"):
-        check_gradients(on_cpu(small_step(1.5, loss_and_grads=None)), on_cpu(small_step(loss_and_grads=None)))
+    # What the step returns is no substitute for gradients: Adam's update hardly depends on their size.
+    with pytest.raises(MeasurementError, match=r"no loss_and_grads, so its gradients cannot be compared"):
+        check_gradients(on_cpu(small_step(loss_and_grads=None)), on_cpu(small_step(loss_and_grads=None)))
 
 
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf])

@@ -62,7 +62,7 @@ def errors(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
         ((FINE, "--xla-remat", "maybe"), "error: xla_remat is 'maybe'. Give 'on' or 'off'."),
         ((FINE, "--xla-option", "x"), "error: --xla-option 'x' is not an option of XLA. Write key=value."),
         ((FINE, "--autotune-results", "nowhere"), "error: there is no autotune results file 'nowhere'."),
-        ((FINE, "--jobs", "0"), "error: --jobs and --timeout are 0 and 600. Give numbers above 0."),
+        ((FINE, "--jobs", "0"), "error: --jobs and --timeout are 0 and 600. Give numbers above 0"),
         ((FINE, "--memory-limit", "much"), "error: 'much' is not a size in bytes."),
         (
             (FINE, "--plot", "a.pdf"),

@@ -5,6 +5,8 @@ import json
 import pytest
 
 from experiments import gpu_validation, overhead, policy_sweep
+from remat_kit import parse_policies
+from remat_kit._record import load
 
 
 @pytest.fixture
@@ -49,6 +51,17 @@ def test_kept_results_render_again(tmp_path, monkeypatch):
     monkeypatch.setattr(policy_sweep, "RESULTS", tmp_path)
     policy_sweep.render()
     assert (tmp_path / "policy_sweep.md").read_text() == kept
+
+
+def test_every_kept_row_adds_up_and_agrees_with_xla():
+    rows = [row for path in policy_sweep.RESULTS.glob("*.json") if path.stem in policy_sweep.SWEEPS
+            for row in load(path.read_text())]  # fmt: skip
+    assert len(rows) == sum(len(parse_policies(policies)) for _, _, policies in policy_sweep.SWEEPS.values())
+    for row in rows:
+        assert row.error is None
+        assert row.need_bytes == row.argument_bytes + row.output_bytes - row.alias_bytes + row.temp_bytes
+        assert row.live_peak_bytes == row.xla_peak_bytes == sum(row.categories.values())
+        assert row.live_peak_bytes <= row.need_bytes
 
 
 @pytest.mark.slow

@@ -393,6 +393,9 @@ def test_scopes_are_joined_from_the_outside():
         (lambda x, y: x.astype(jnp.float32) + y, (jnp.float16, jnp.float32), "float16"),
         (lambda x: x.astype(jnp.float8_e4m3fn).astype(jnp.float32), (jnp.float32,), "float8_e4m3fn"),
         (lambda x: x + 1, (jnp.int8,), "float32"),
+        # Where there are matmuls, their operands count, and not a cast beside them.
+        (lambda x: (x @ x) + x.astype(jnp.bfloat16).astype(jnp.float32), (jnp.float32,), "float32"),
+        (lambda x: (x.astype(jnp.bfloat16) @ x.astype(jnp.bfloat16)).astype(jnp.float32), (jnp.float32,), "bfloat16"),
         (lambda x: jax.jit(lambda y: y.astype(jnp.float16).sum())(x) * jnp.float32(1), (jnp.float32,), "float16"),
     ],
 )  # fmt: skip

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import stable_id
 from jax.ad_checkpoint import checkpoint_name
 
 from remat_kit import POLICIES, remat, save
@@ -79,7 +80,7 @@ def test_defaults_hold():
     "value",
     [None, True, False, 0, 1, -1, 1.0, 1e-5, 2 + 1j, "tanh", b"x", Kind.SIN, jnp.tanh, float, jnp.float32,
      np.dtype("int8"), slice(1, 2), ..., range(3), frozenset({1}), {1, 2}, bytearray(b"x"), object()],
-    ids=repr,
+    ids=stable_id,
 )  # fmt: skip
 def test_a_python_object_arrives_as_itself(value):
     seen = seen_by(call(X, value), call(X, key=value), call(X, [value], {"k": (value,)}))

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import stable_id
 
 from remat_kit import POLICIES, remat
 from remat_kit._errors import PolicyError
@@ -160,7 +161,7 @@ def test_dropout_is_not_the_same_in_two_blocks():
 @pytest.mark.parametrize(
     "flag",
     [True, False, "tanh", None, Kind.SIN, jnp.sin, [1, 2], {"a": 1}, 2.0, 3, object, (1, (None, "x"))],
-    ids=repr,
+    ids=stable_id,
 )
 def test_flags_arrive_as_they_are(style, flag, assert_same_tree):
     seen = []

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from conftest import stable_id
 from flax import nnx
 
 from remat_kit import POLICIES, remat
@@ -116,7 +117,7 @@ def test_a_flag_that_is_off():
     np.testing.assert_array_equal(block(X, flag=False), X)
 
 
-@pytest.mark.parametrize("flag", [True, "tanh", None, jnp.sin, [1], 2.0, 3, nnx.relu], ids=repr)
+@pytest.mark.parametrize("flag", [True, "tanh", None, jnp.sin, [1], 2.0, 3, nnx.relu], ids=stable_id)
 def test_flags_arrive_as_they_are(flag):
     seen = []
 
