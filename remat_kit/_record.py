@@ -62,7 +62,8 @@ class Record:
     """The largest sum of live buffers on the device. At most need_bytes; it explains, it does not decide."""
     live_peak_phase: str | None = None
     xla_peak_bytes: int | None = None
-    """XLA's `peak_memory_in_bytes`. Equal to live_peak_bytes on a GPU target without offloading."""
+    """XLA's `peak_memory_in_bytes`. Equal to live_peak_bytes on a GPU target, unless host or collective memory has a
+    larger heap than the device; None on the CPU, where it leaves temporaries out."""
     categories: Mapping[str, int] = field(default_factory=dict)
     """Bytes at the live peak by category; they add up to live_peak_bytes."""
     attributed_share: float | None = None
