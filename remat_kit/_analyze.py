@@ -19,6 +19,7 @@ from remat_kit._record import Record
 from remat_kit._step import Workload, label_of
 from remat_kit._target import judge_fit
 from remat_kit._trace import TracedStep
+from remat_kit._units import MiB, format_bytes
 
 UNKNOWN = "not attributed"
 
@@ -37,7 +38,8 @@ def analyze(compiled: CompiledStep, workload: Workload, policy: str | Policy) ->
     heap = replay(proto)
     prediction = predict(module, target.chip)
     need = need_bytes(memory)
-    fit = judge_fit(need, target)
+    constants = heap.throughout.get("constant", 0)
+    fit = judge_fit(need + constants, target)
     categories, phase_of_peak = _at_the_peak(heap, module, proto, traced)
     work, saved = traced.work, traced.saved
     return Record(
@@ -58,6 +60,7 @@ def analyze(compiled: CompiledStep, workload: Workload, policy: str | Policy) ->
         host_output_bytes=memory.host_output,
         host_temp_bytes=memory.host_temp,
         need_bytes=need,
+        constant_bytes=constants,
         live_peak_bytes=heap.peak_bytes,
         live_peak_phase=phase_of_peak,
         # XLA's own figure leaves temporaries out on the CPU.
@@ -80,7 +83,7 @@ def analyze(compiled: CompiledStep, workload: Workload, policy: str | Policy) ->
         fits=fit.fits,
         margin_bytes=fit.margin_bytes,
         assumptions=fit.assumptions,
-        warnings=(*traced.warnings, *_warnings(module), *prediction.warnings),
+        warnings=(*traced.warnings, *_warnings(module, constants), *prediction.warnings),
     )
 
 
@@ -95,10 +98,16 @@ def _xla_remat(module: Module, asked: str) -> str:
     return "fired" if any(clone.search(each.name) for each in module.instructions.values()) else asked
 
 
-def _warnings(module: Module) -> tuple[str, ...]:
+def _warnings(module: Module, constants: int) -> tuple[str, ...]:
+    found = []
     if any("fmha" in each.custom_call_target for each in module.instructions.values()):
-        return ("the workspace of cuDNN's fused attention is chosen on the device and is not in these bytes",)
-    return ()
+        found.append("the workspace of cuDNN's fused attention is chosen on the device and is not in these bytes")
+    if constants >= MiB:
+        found.append(
+            f"the program holds {format_bytes(constants)} of constants, which come on top of what the step needs; "
+            "arrays that a step captures from outside become constants: pass them as arguments"
+        )
+    return tuple(found)
 
 
 def _at_the_peak(heap: Heap, module: Module, proto: Any, traced: TracedStep) -> tuple[dict[str, int], str | None]:
@@ -111,10 +120,8 @@ def _at_the_peak(heap: Heap, module: Module, proto: Any, traced: TracedStep) -> 
     for buffer in heap.live:
         makers = [module.instructions.get(made_by.get(member, -1)) for member in (buffer.buffer_id, *buffer.group)]
         sizes[_category(buffer, makers, labels)] += buffer.bytes
-    peak = next(
-        (each for each in module.by_name[heap.peak_computation].instructions if each.name == heap.peak_instruction),
-        None,
-    )
+    at = module.by_name.get(heap.peak_computation)
+    peak = next((each for each in at.instructions if each.name == heap.peak_instruction), None) if at else None
     return dict(sorted(sizes.items(), key=lambda item: -item[1])), phase_of(peak) if peak else None
 
 

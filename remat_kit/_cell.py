@@ -181,6 +181,12 @@ def run_cell(cell: Cell) -> Record:
     return analyze(_compiled(cell, cell.policy, cell.target), workload=workload, policy=policy)
 
 
+def run_cell_and_tell_sources(cell: Cell) -> Iterator[Record | dict[str, Any]]:
+    """The row of the cell, then `{"sources": ...}`: the files that the workload's process had loaded by then."""
+    yield run_cell(cell)
+    yield {"sources": _fingerprint.loaded_sources()}
+
+
 def measure_cells(cells: Sequence[Cell]) -> Iterator[dict[str, Any]]:
     """Measures the steps of all cells on the attached device, in turns, after a check of their gradients.
 
@@ -189,6 +195,7 @@ def measure_cells(cells: Sequence[Cell]) -> Iterator[dict[str, Any]]:
     `{"key": key, "error": ...}`.
     """
     from remat_kit._measure import (
+        check_can_repeat,
         check_gradients,
         device_name,
         loss_and_gradients,
@@ -209,6 +216,7 @@ def measure_cells(cells: Sequence[Cell]) -> Iterator[dict[str, Any]]:
         yield {"running": cell.key}
         try:
             step = _compiled(cell, cell.policy, "attached")
+            check_can_repeat(step.traced.step)
             if expected is not None:
                 check_gradients(step.traced, reference, expected=expected)
         except RematKitError as error:

@@ -56,6 +56,28 @@ def workload_files(module: str, already_imported: Iterable[str]) -> list[Path]:
     return sorted(files)
 
 
+def loaded_sources() -> dict[str, str]:
+    """Path -> SHA-256 of each module that this process has loaded from outside installed packages and remat_kit.
+
+    What a workload imports only when it is called is among them after the call.
+    """
+    apart = [*_installed_folders(), Path(__file__).parent]
+    found = {}
+    for module in list(sys.modules.values()):
+        source = getattr(module, "__file__", None)
+        if source and source.endswith(".py") and not any(Path(source).is_relative_to(folder) for folder in apart):
+            found[source] = digest_file(Path(source))
+    return found
+
+
+def digest_file(path: Path) -> str:
+    """The SHA-256 of a file's content; "" when it cannot be read."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return ""
+
+
 def _installed_folders() -> list[Path]:
     folders = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     return [Path(folder) for folder in {*folders, *site.getsitepackages(), site.getusersitepackages()} if folder]

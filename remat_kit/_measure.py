@@ -90,20 +90,33 @@ def run_once(compiled: CompiledStep, args: tuple[Any, ...]) -> tuple[float, tupl
     return time.perf_counter() - start, _next_args(compiled.traced.step, args, outputs)
 
 
+def check_can_repeat(step: Step) -> None:
+    """Raises MeasurementError when the step gives nothing back for an argument that it donates."""
+    _next_args(step, step.args, jax.eval_shape(step.fn, *step.args))
+
+
 def _next_args(step: Step, args: tuple[Any, ...], outputs: Any) -> tuple[Any, ...]:
-    """`args` with each donated one, which is gone now, replaced by the output of the same structure."""
-    candidates = [outputs, *(outputs if isinstance(outputs, tuple | list) else ())]
+    """`args` with each donated one, which is gone now, replaced by an output of the same structure, each used once."""
+    candidates = list(_subtrees(outputs, depth=3))
     fresh = list(args)
     for position in step.donate:
         wanted = _signature(step.args[position])
-        match = next((output for output in candidates if _signature(output) == wanted), None)
+        match = next((index for index, output in enumerate(candidates) if _signature(output) == wanted), None)
         if match is None:
             raise MeasurementError(
                 f"the step donates argument {position} and returns nothing of its shape, so it cannot run twice. "
                 "Return the new state as one output, or leave the argument out of Step.donate to measure it."
             )
-        fresh[position] = match
+        fresh[position] = candidates.pop(match)
     return tuple(fresh)
+
+
+def _subtrees(tree: Any, depth: int) -> Iterator[Any]:
+    """`tree` and what is in it, outermost first."""
+    yield tree
+    if depth and not jax.tree_util.all_leaves([tree]):
+        for child in jax.tree_util.tree_leaves(tree, is_leaf=lambda node: node is not tree):
+            yield from _subtrees(child, depth - 1)
 
 
 def _signature(tree: Any) -> Any:
@@ -192,6 +205,8 @@ def check_gradients(traced: TracedStep, reference: TracedStep, seed: int = 0, *,
 
 
 def _host(leaf: Any) -> np.ndarray:
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
     return np.asarray(leaf).astype(np.float64)
 
 

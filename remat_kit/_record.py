@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,8 +59,12 @@ class Record:
     host_temp_bytes: int | None = None
     need_bytes: int | None = None
     """argument + output - alias + temp: what the executable allocates. It decides whether a step fits."""
+    constant_bytes: int | None = None
+    """Constants of the program, arrays that the step captured among them. XLA's totals leave them out, so they are not
+    in need_bytes; `fits` and margin_bytes count them."""
     live_peak_bytes: int | None = None
-    """The largest sum of live buffers on the device. At most need_bytes; it explains, it does not decide."""
+    """The largest sum of live buffers on the device, at most need_bytes + constant_bytes. It explains, it does not
+    decide."""
     live_peak_phase: str | None = None
     xla_peak_bytes: int | None = None
     """XLA's `peak_memory_in_bytes`. Equal to live_peak_bytes on a GPU target, unless host or collective memory has a
@@ -94,7 +99,7 @@ class Record:
     fits: str | None = None
     """"yes" (within JAX's default pool), "tight" (only with a larger pool) or "no"."""
     margin_bytes: int | None = None
-    """capacity_bytes - need_bytes; negative when it does not fit."""
+    """capacity_bytes - need_bytes - constant_bytes; negative when it does not fit."""
     assumptions: tuple[str, ...] = ()
     """What `fits` and `capacity_bytes` take for granted."""
     effect: str | None = None
@@ -122,9 +127,23 @@ class Record:
             if (measured := values.get("measured_step_s")) is not None:
                 fields = {f.name for f in dataclasses.fields(MeasuredTime)}
                 values["measured_step_s"] = MeasuredTime(**{k: v for k, v in dict(measured).items() if k in fields})
+            _check_types(values)
             return Record(**values)
         except TypeError as error:
             raise RematKitError(f"this record lacks fields: {error}. Write it again with --json.") from error
+
+
+def _check_types(values: Mapping[str, Any]) -> None:
+    """Raises RematKitError for a value that cannot be a field's: reports compute with them."""
+    wanted: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "Mapping": (Mapping,)}
+    for name, annotation in Record.__annotations__.items():
+        declared = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
+        kinds = wanted.get(re.split(r"[ \[|]", declared.replace("collections.abc.", ""))[0])
+        value = values.get(name)
+        if kinds and value is not None and (not isinstance(value, kinds) or isinstance(value, bool)):
+            raise RematKitError(
+                f"this record has {name} = {value!r}, which is no {kinds[-1].__name__}. Write it again with --json."
+            )
 
 
 def _plain(value: Any) -> Any:

@@ -109,7 +109,12 @@ class Workload:
         self.check_options(function)
         if "platform" in inspect.signature(function).parameters and "platform" not in options:
             options["platform"] = platform
-        step = function(policy, **options)
+        try:
+            step = function(policy, **options)
+        except SystemExit as error:
+            raise WorkloadError(
+                f"{self.spec} called sys.exit({error.code!r}). Let it return a remat_kit.Step."
+            ) from error
         if not isinstance(step, Step):
             raise WorkloadError(f"{self.spec} returned a {type(step).__name__}. A workload returns a remat_kit.Step.")
         return step
@@ -139,6 +144,10 @@ class Workload:
         """Raises WorkloadError for an option that the function does not have."""
         parameters = inspect.signature(function).parameters
         by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        if not parameters:
+            raise WorkloadError(
+                f"{self.spec} takes no arguments. A workload is called with a policy: build(policy, ...)."
+            )
         first, *rest = parameters.values()
         allowed = [parameter.name for parameter in rest if parameter.kind in by_name]
         takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from remat_kit._errors import OutputError, RematKitError
+from remat_kit._fingerprint import digest_file
 from remat_kit._record import Record
 
 DEFAULT_FOLDER = ".remat-kit"
@@ -55,26 +56,31 @@ class Store:
             ) from error
 
     def get(self, key: str) -> Record | None:
-        """The row of `key`; None when there is none or its file is damaged."""
+        """The row of `key`; None when there is none, its file is damaged, or a source file that made it has changed."""
         path = self.folder / "records" / f"{key}.json"
         data = self._read(path, key)
         if data is None:
             return None
         try:
+            if any(digest_file(Path(source)) != digest for source, digest in data.get("sources", {}).items()):
+                return None
             return Record.from_json(data["record"])
         except (RematKitError, KeyError, TypeError, AttributeError) as error:
             return self._damaged(path, str(error))
 
-    def put(self, key: str, record: Record, cell: Mapping[str, Any]) -> Record:
+    def put(
+        self, key: str, record: Record, cell: Mapping[str, Any], sources: Mapping[str, str] | None = None
+    ) -> Record:
         """The row that the store holds now: `record`, or one without an error that came before it.
 
-        `cell` is kept beside the row for whoever looks into the folder.
+        `cell` is kept beside the row for whoever looks into the folder; `sources` are the files, with the digests of
+        their content, that the row holds for.
         """
         before = self.get(key)
         if before is not None and before.error is None:
             return before
         path = self.folder / "records" / f"{key}.json"
-        self._write(path, {"key": key, "cell": cell, "record": record.to_json()})
+        self._write(path, {"key": key, "cell": cell, "sources": dict(sources or {}), "record": record.to_json()})
         return record
 
     def get_measurement(self, key: str) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from remat_kit._cell import Cell, Inspected, inspect_workload, measure_cells, measure_peak, run_cell
+from remat_kit._cell import Cell, Inspected, inspect_workload, measure_cells, measure_peak, run_cell_and_tell_sources
 from remat_kit._errors import RematKitError, WorkloadError
 from remat_kit._pool import DEFAULT_TIMEOUT_S, Outcome, Pool, Task
 from remat_kit._record import MeasuredTime, Record
@@ -90,7 +90,7 @@ def sweep(
     pool: Pool,
     *,
     limits: Limits = Limits(),
-    run: Callable[[Cell], Record] = run_cell,
+    run: Callable[[Cell], Any] = run_cell_and_tell_sources,
     retry_failed: bool = False,
     watcher: Watcher | None = None,
 ) -> list[Row]:
@@ -130,7 +130,8 @@ def _keep(store: Store, cell: Cell, outcome: Outcome) -> Row:
     if record is None:
         record = cell.failed(" ".join((error or "").split()))
     log = store.put_log(cell.key, outcome.log) if record.error and outcome.log else None
-    return Row(cell, store.put(cell.key, record, cell.to_json()), False, log)
+    sources = outcome.values[1].get("sources") if error is None and len(outcome.values) > 1 else None
+    return Row(cell, store.put(cell.key, record, cell.to_json(), sources), False, log)
 
 
 def measure(

@@ -31,7 +31,7 @@ from remat_kit._jaxpr import (
     tag_of,
     walk,
 )
-from remat_kit._policy import Policy, Region, is_kept, lower
+from remat_kit._policy import POLICIES, Policy, Region, is_kept, lower
 from remat_kit._saved import Saved, saved_values
 from remat_kit._step import Step
 from remat_kit._target import Target
@@ -120,6 +120,9 @@ def check_policy(policy: Policy, jaxpr: Any, tags: frozenset[str]) -> tuple[str,
             f"do what 'full' does. {known} Tag tensors with jax.ad_checkpoint.checkpoint_name, or use a policy "
             "that needs no names, e.g. dots_saveable."
         )
+    absent = sorted(wanted - tags)
+    if absent and policy.name not in POLICIES:  # a preset names alternatives on purpose
+        warnings.append(f"policy {policy.name!r} names {', '.join(absent)}, which the model does not tag. {known}")
     if policy.kernels and not any(primitive_of(equation.eqn) in policy.kernels for equation in walk(jaxpr)):
         warnings.append(
             f"none of the kernels that policy {policy.name!r} keeps ({', '.join(policy.kernels)}) is in the program"
@@ -152,12 +155,17 @@ def device_mesh(target: Target) -> Mesh:
     Raises TargetError when there are too few devices, or no CUDA plugin to compile with.
     """
     names, sizes = (tuple(axis) for axis in zip(*target.mesh, strict=True))
+    if not pathlib.Path("/dev/nvidiactl").exists():
+        # Without a GPU the plugin's own check of NVIDIA's libraries fails: JAX would print a traceback and drop it.
+        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     if target.attached:
         try:
             devices = jax.devices(target.chip.platform)
-        except RuntimeError as error:
+        except (RuntimeError, AssertionError) as error:
+            setting = f" JAX_PLATFORMS is {jax.config.jax_platforms!r}." if jax.config.jax_platforms else ""
             raise TargetError(
-                f"target {target.name!r} needs a {target.chip.platform} device here, and JAX finds none: {error}. "
+                f"target {target.name!r} needs a {target.chip.platform} device here, and JAX finds none: "
+                f"{_first_line(error)}.{setting} "
                 "Name a GPU instead (remat-kit targets lists them); it need not be attached."
             ) from error
         if len(devices) < target.num_devices:
@@ -169,9 +177,6 @@ def device_mesh(target: Target) -> Mesh:
         kinds = (AxisType.Auto,) * len(names)
         return jax.make_mesh(sizes, names, axis_types=kinds, devices=devices[: target.num_devices])
     _check_toolchain(target)
-    if not pathlib.Path("/dev/nvidiactl").exists():
-        # Without a GPU the plugin's own check of NVIDIA's libraries fails, and JAX would drop the plugin.
-        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     try:
         topology = _topology(target.xla_config(), target.num_devices)
     except (RuntimeError, ValueError, NotImplementedError) as error:

@@ -69,6 +69,11 @@ def _wrap(target: Any, policy: Policy) -> Any:
             f"remat got {target!r}, which cannot be called. "
             "Apply it to a flax module class, to a method, or to a function."
         )
+    if inspect.iscoroutinefunction(target) or inspect.isgeneratorfunction(target):
+        raise PolicyError(
+            f"remat got {target.__name__}, which is a coroutine or a generator. "
+            "Apply it to a function that returns arrays."
+        )
     if inspect.ismethod(target):
         return functools.wraps(target)(functools.partial(_wrap_function(target.__func__, policy), target.__self__))
     if isinstance(target, nn.Module | nnx.Module):
@@ -77,6 +82,8 @@ def _wrap(target: Any, policy: Policy) -> Any:
     return _wrap_function(target, policy)
 
 
+# Cached, so that wrapping a class twice gives one class: Flax compares modules by their class.
+@functools.lru_cache(maxsize=256)
 def _wrap_class(cls: type, policy: Policy) -> type:
     if not any("__call__" in vars(base) for base in cls.__mro__):
         raise PolicyError(
@@ -121,6 +128,7 @@ def _checkpointed(
         args, kwargs = arguments.fill(arrays)
         return function(*args, **kwargs)
 
+    dynamic.__name__ = getattr(function, "__name__", "dynamic")  # JAX's errors name it
     if transform is not nn.remat:
         return transform(dynamic, policy=lower(policy), prevent_cse=True)
 

@@ -333,3 +333,22 @@ def test_a_step_that_gives_nothing_back_for_what_it_takes_cannot_be_measured():
 def test_abstract_arguments_without_an_init_cannot_be_measured():
     with pytest.raises(MeasurementError, match="abstract arguments and no init"):
         real_args(small_step(init=None))
+
+
+def test_captured_arrays_are_constants_that_count_for_whether_it_fits():
+    frozen = jnp.ones((1024, 1024), jnp.float32)
+    step = Step(lambda x: jnp.tanh(x @ frozen).sum(), (jax.ShapeDtypeStruct((8, 1024), jnp.float32),))
+    target = get_target("h100-sxm-80gb")
+    record = analyze(compile_step(trace(step, target)), Workload("tests:captured"), "none")
+    # XLA's totals leave them out, the live peak does not.
+    assert record.constant_bytes >= 1024 * 1024 * 4
+    assert record.need_bytes < record.live_peak_bytes <= record.need_bytes + record.constant_bytes
+    assert record.margin_bytes == record.capacity_bytes - record.need_bytes - record.constant_bytes
+    assert any("4.00 MiB of constants" in warning for warning in record.warnings)
+
+
+def test_a_program_without_temporaries_is_analyzed():
+    step = Step(lambda x: x + 1, (jax.ShapeDtypeStruct((8,), jnp.float32),))
+    record = analyze(compile_step(trace(step, get_target("h100-sxm-80gb"))), Workload("tests:plain"), "none")
+    assert record.need_bytes == record.live_peak_bytes == 64
+    assert record.live_peak_phase is None

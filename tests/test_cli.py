@@ -162,6 +162,28 @@ def test_a_sweep_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert load(Path(names[0]).read_text()) == records
 
 
+def test_a_row_is_made_again_when_a_module_that_was_imported_late_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "late.py").write_text(
+        "def train(policy):\n    from late_model import build\n    return build(policy)\n"
+    )
+    model = (
+        "import jax, remat_kit\n"
+        "def build(policy):\n"
+        "    return remat_kit.Step(lambda x: (x @ x).sum(), (jax.ShapeDtypeStruct((SIZE, SIZE), 'float32'),))\n"
+    )
+    needs = []
+    for size, known in ((8, 0), (8, 1), (16, 0)):
+        (tmp_path / "late_model.py").write_text(model.replace("SIZE", str(size)))
+        assert main(["sweep", "late:train", "--policies", "none", "--json", "-"]) == 0
+        out, err = capsys.readouterr()
+        assert f"1 cells: {known} are in the store" in err
+        needs.append(load(out)[0].argument_bytes)
+    assert needs == [8 * 8 * 4, 8 * 8 * 4, 16 * 16 * 4]
+
+
 def test_a_sweep_with_failed_cells_exits_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["sweep", "workloads.steps:only_none", "--policies", "none,full,save(nothing)", "--json", "-"]
     assert main(command) == 1

@@ -43,7 +43,7 @@ _BAD = {
     "aborts": (_LIMITS, "the process died of SIGABRT; it last printed: F0000 check failed: this cannot be"),
     "loops": (replace(_LIMITS, timeout_s=1.0), "did not finish within 1 s and was killed; allow more with --timeout"),
     "allocates": (_LIMITS, "more than the 900.00 MiB allowed, and was killed; allow more with --memory-limit"),
-    "exits": (_LIMITS, "SystemExit: 0"),
+    "exits": (_LIMITS, "workloads.steps:exits called sys.exit(0)"),
 }
 
 

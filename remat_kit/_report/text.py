@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from remat_kit._record import Record
 from remat_kit._report import rows
-from remat_kit._units import format_bytes, format_flops, format_seconds
+from remat_kit._units import MiB, format_bytes, format_flops, format_seconds
 
 _WIDTH = 36
 
@@ -42,6 +42,8 @@ def _need(record: Record) -> Iterable[str]:
     ):
         yield _row(sign + name, rows.bytes_text(count))
     yield _row("= need", format_bytes(record.need_bytes), f"{record.need_bytes:,} bytes")
+    if record.constant_bytes and record.constant_bytes >= MiB:
+        yield _row("constants, besides", format_bytes(record.constant_bytes))
     hosts = (record.host_argument_bytes, record.host_output_bytes, record.host_temp_bytes)
     if any(hosts):
         yield _row("on the host, besides", format_bytes(sum(count or 0 for count in hosts)))

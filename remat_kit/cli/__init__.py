@@ -1,5 +1,6 @@
 """The command line `remat-kit`: one file a command, and here what puts them together."""
 
+import io
 import sys
 from collections.abc import Sequence
 
@@ -30,6 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Only a user's mistake is caught here; an error of ours shows its traceback.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows another one
     try:
         app(args=list(arguments) if arguments is not None else None, prog_name="remat-kit")
     except RematKitError as error:

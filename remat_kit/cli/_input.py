@@ -86,6 +86,8 @@ def parse_compile_options(
         name, separator, value = text.partition("=")
         if not separator or not name:
             raise RematKitError(f"--xla-option {text!r} is not an option of XLA. Write key=value.")
+        if name in dict(pairs):
+            raise RematKitError(f"--xla-option {name} is given twice. Give each option once.")
         pairs.append((name, value))
     backends = ("cublas", "triton") if gemm == "both" else (gemm,)
     if autotune_results:

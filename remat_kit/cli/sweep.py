@@ -19,7 +19,9 @@ def command(
     workload: _input.WorkloadArgument,
     options: _input.OptionsArgument = None,
     target: _input.TargetOption = "cpu",
-    policies: Annotated[str, typer.Option(help="comma-separated; `remat-kit policies` lists them")] = "all",
+    policies: Annotated[
+        str, typer.Option(help="comma-separated, or all; `remat-kit policies` lists them")
+    ] = "none,full,dots_saveable,dots_with_no_batch_dims_saveable",
     mesh: _input.MeshOption = None,
     jobs: Annotated[int, typer.Option(help="cells at a time")] = 1,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="time limit of a cell")] = 600.0,
