@@ -1,6 +1,6 @@
 """What does the toolkit cost beside XLA's own compile?
 
-    python experiments/overhead.py [--policies a,b,...] [key=value ...]
+    python experiments/overhead.py [--policies a,b,...] [key=value ...] > experiments/results/overhead.json
 
 In one run, on one machine: the CPU time (user and system, children included) of a sweep of 8 policies into an empty
 store, and of a script that does no more than build, trace, lower and compile the same 8 steps for the same target one
