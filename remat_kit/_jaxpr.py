@@ -13,12 +13,12 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core
 
+from remat_kit._phase import RECOMPUTE, phase_of
+
 Jaxpr = Any
 """A jaxpr, open or closed: JAX has merged the two classes in some versions and not in others."""
 Eqn = Any
 """One equation of a jaxpr."""
-
-FORWARD, BACKWARD, RECOMPUTE, UPDATE = "forward", "backward", "recompute", "update"
 
 # Under `jax_remat3` the recomputation is the body of this primitive and carries no mark in its name stack.
 _REMAT3 = "RematTraced"
@@ -63,15 +63,6 @@ def tag_of(eqn: Eqn) -> str | None:
     if primitive_of(eqn) == "name":
         return eqn.params["name"]
     return eqn.params["_prim"].name if primitive_of(eqn) == "CheckpointName" else None
-
-
-def phase_of(stack: str) -> str:
-    """The phase that a name stack tells: autodiff writes `jvp(` around forward and `transpose(` around backward."""
-    if "rematted_computation" in stack:
-        return RECOMPUTE
-    if "transpose(" in stack:
-        return BACKWARD
-    return FORWARD if "jvp(" in stack else UPDATE
 
 
 def walk(jaxpr: Jaxpr) -> Iterator[Equation]:

@@ -14,7 +14,8 @@ from typing import Any
 
 from jax.extend import core
 
-from remat_kit._jaxpr import BACKWARD, FORWARD, RECOMPUTE, Eqn, Jaxpr, bodies, nbytes, phase_of, primitive_of
+from remat_kit._jaxpr import Eqn, Jaxpr, bodies, nbytes, primitive_of
+from remat_kit._phase import BACKWARD, FORWARD, RECOMPUTE, phase_of
 
 
 @dataclass(frozen=True)

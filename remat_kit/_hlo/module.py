@@ -8,10 +8,11 @@ replica groups) is read from the message when asked.
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from remat_kit._errors import RematKitError
 from remat_kit._hlo.frames import Frame, Frames
+from remat_kit._phase import phase_of
 
 HOST_MEMORY = 5
 """XLA:GPU's memory space of pinned host memory, written S(5) in a text dump."""
@@ -31,34 +32,14 @@ _TYPES: dict[int, tuple[str, int]] = {
 _LEAST_OPERANDS = {"get-tuple-element": 1, "dynamic-update-slice": 2, "scatter": 3, "copy-start": 1}
 _LARGEST = 2**63 - 1
 
-Phase = Literal["forward", "backward", "recompute", "update", "unknown"]
 
+def phase(op_name: str) -> str:
+    """The phase that `phase_of` reads from the name of an instruction; "unknown" when it has no name.
 
-def phase(op_name: str) -> Phase:
-    """The part of a training step that an operation belongs to, from the name that JAX gave it.
-
-    JAX writes its transformations into the name. What `jax.grad` runs forward stands in `jvp(`, what it runs
-    backward in `transpose(`; what a checkpointed function runs again stands, within the latter, behind
-    `rematted_computation`:
-
-      jit(step)/jvp()/while/body/eval_jaxpr/dot_general                                          forward (scanned)
-      jit(step)/transpose(jvp(jvp()))/checkpoint/dot_general                                     backward (unrolled)
-      jit(step)/transpose(jvp())/while/body/eval_jaxpr/checkpoint/rematted_computation/mul       recompute
-      jit(step)/sub                                                                              update
-
-    "update" is everything else in a program that has a name: the optimizer, metrics, arguments. "unknown" is an
-    empty name. A name says where an instruction came from, not what XLA made of it: a fused instruction carries one
-    name of several, and an operation that XLA merged out of forward and recompute keeps either.
+    A name says where an instruction came from, not what XLA made of it: a fused instruction carries one name of
+    several, and an operation that XLA merged out of forward and recompute keeps either.
     """
-    if not op_name:
-        return "unknown"
-    if "rematted_computation" in op_name:
-        return "recompute"
-    if "transpose(" in op_name:
-        return "backward"
-    if "jvp(" in op_name:
-        return "forward"
-    return "update"
+    return phase_of(op_name) if op_name else "unknown"
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +147,7 @@ class Instruction:
         return f"<{self.name} = {self.shape} {self.opcode}>"
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> str:
         """See `phase`."""
         return phase(self.op_name)
 
