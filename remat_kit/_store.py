@@ -98,7 +98,7 @@ class Store:
     def put_log(self, key: str, text: str) -> Path:
         """The file that now holds what the cell's process printed."""
         path = self.folder / "logs" / f"{key}.log"
-        write_atomically(path, text)
+        self._write(path, text)
         return path
 
     def log_path(self, key: str) -> Path | None:
@@ -120,9 +120,10 @@ class Store:
     def _damaged(self, path: Path, why: str) -> None:
         self.warn(f"{path} is damaged and counts as missing: {why}")
 
-    def _write(self, path: Path, data: Mapping[str, Any]) -> None:
+    def _write(self, path: Path, data: Mapping[str, Any] | str) -> None:
+        text = data if isinstance(data, str) else json.dumps(data, indent=1, default=str) + "\n"
         try:
-            write_atomically(path, json.dumps(data, indent=1, default=str) + "\n")
+            write_atomically(path, text)
         except OSError as error:
             raise OutputError(
                 f"cannot write {path}: {error.strerror}. Rows before it are kept; make room and run again."
