@@ -3,7 +3,10 @@
 import ast
 import graphlib
 import importlib
-import tomllib
+import shutil
+import subprocess
+import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -196,10 +199,21 @@ def test_every_entry_of_the_vocabulary_is_described():
         assert set(entry.size) <= set("BTDHKCF()23"), entry
 
 
-def test_the_wheel_holds_the_package_alone():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert project["tool"]["setuptools"]["packages"]["find"]["include"] == ["remat_kit*"]
-    assert (PACKAGE / "py.typed").exists()
+@pytest.mark.slow
+def test_the_wheel_holds_the_package_alone(tmp_path):
+    # From a copy: building leaves a folder behind.
+    source = tmp_path / "source"
+    shutil.copytree(PACKAGE, source / "remat_kit", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "models", source / "models")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(source)]
+    subprocess.run(build, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    files = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    ours = {str(file.relative_to(ROOT)) for file in PACKAGE.rglob("*") if file.suffix in (".py", ".toml", ".typed")}
+    assert files == ours
+    assert any(name.endswith("licenses/LICENSE") for name in zipfile.ZipFile(wheel).namelist())
 
 
 def test_nothing_prints_but_the_command_line():
