@@ -120,8 +120,8 @@ def check_policy(policy: Policy, jaxpr: Any, tags: frozenset[str]) -> tuple[str,
             f"do what 'full' does. {known} Tag tensors with jax.ad_checkpoint.checkpoint_name, or use a policy "
             "that needs no names, e.g. dots_saveable."
         )
-    absent = sorted(wanted - tags)
-    if absent and policy.name not in POLICIES:  # a preset names alternatives on purpose
+    absent = sorted(_named_by_hand(policy) - tags)
+    if absent:
         warnings.append(f"policy {policy.name!r} names {', '.join(absent)}, which the model does not tag. {known}")
     if policy.kernels and not any(primitive_of(equation.eqn) in policy.kernels for equation in walk(jaxpr)):
         warnings.append(
@@ -135,6 +135,12 @@ def check_policy(policy: Policy, jaxpr: Any, tags: frozenset[str]) -> tuple[str,
             f"JAX did not ask the policy about them.{remat3}"
         )
     return tuple(warnings)
+
+
+def _named_by_hand(policy: Policy) -> set[str]:
+    """The tensor names of `policy` that no preset in it brings: a preset names alternatives on purpose."""
+    presets = [POLICIES[part] for part in policy.name.split("|") if part in POLICIES]
+    return set(policy.tensor_names).difference(*(preset.tensor_names for preset in presets))
 
 
 def _kept_but_recomputed(policy: Policy, jaxpr: Any) -> int:

@@ -246,7 +246,12 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_ctrl_c_keeps_what_is_done_and_leaves_no_process(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "remat_kit", "sweep", "workloads.steps:loops_unless_none"]
+    # Under a shell that started the tests in the background, Ctrl-C is ignored unless it is asked for.
+    start = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from remat_kit.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", start, "sweep", "workloads.steps:loops_unless_none"]
     process = subprocess.Popen(
         [*command, "--policies", "none,full"], stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": ""}
     )
