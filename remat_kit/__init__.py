@@ -83,6 +83,9 @@ _HOME = {
 """Public name -> the file that it lives in. The same names as above, which type checkers and editors read."""
 
 
+__all__ = ["names", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(importlib.import_module(f"remat_kit.{_HOME[name]}"), name)

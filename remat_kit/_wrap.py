@@ -104,8 +104,11 @@ def _wrap_class(cls: type, policy: Policy) -> type:
 
 def _wrap_function(function: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
     # One wrapped function for each combination of Python arguments, so that JAX's own caches hit when the
-    # same block runs again, as they do for a jax.checkpoint written by hand.
-    checkpointed = functools.lru_cache(maxsize=64)(functools.partial(_checkpointed, function, policy))
+    # same block runs again, as they do for a jax.checkpoint written by hand. JAX 0.11 decides when a function is
+    # wrapped which of its two implementations of remat runs it, so that setting is part of the key.
+    @functools.lru_cache(maxsize=64)
+    def checkpointed(arguments: _Arguments, transform: Callable[..., Any], remat3: bool) -> Callable[..., Any]:
+        return _checkpointed(function, policy, arguments, transform)
 
     @functools.wraps(function)
     def rematerialized(*args: Any, **kwargs: Any) -> Any:
@@ -115,7 +118,7 @@ def _wrap_function(function: Callable[..., Any], policy: Policy) -> Callable[...
         call = None
         if all(leaf is _HOLE or isinstance(leaf, _CONSTANT) for leaf in arguments.leaves):
             with contextlib.suppress(TypeError):  # a container whose own settings cannot be hashed
-                call = checkpointed(arguments, transform)
+                call = checkpointed(arguments, transform, jax.config.jax_remat3)
         return (call or _checkpointed(function, policy, arguments, transform))(*arrays)
 
     return rematerialized
