@@ -2,6 +2,7 @@
 
 import functools
 import glob
+import importlib.util
 import json
 import math
 import os
@@ -57,16 +58,23 @@ class Sample(NamedTuple):
         return Module.from_proto(self.proto)
 
 
+def skip_without_plugin() -> None:
+    """Skips the test where JAX's CUDA plugin is not installed. Where it is, a failure to use it is a failure."""
+    # Of a module whose parent is not there, find_spec raises.
+    if not importlib.util.find_spec("jax_plugins") or not any(
+        importlib.util.find_spec(f"jax_plugins.xla_cuda{version}") for version in (12, 13)
+    ):
+        pytest.skip("JAX's CUDA plugin is not installed")
+
+
 @functools.cache
 def mesh(devices: int = 1) -> Any:
     """A mesh of described H100s, or a skipped test where the compile-only plugin is missing."""
     config = Target(CHIPS["h100-sxm-80gb"]).xla_config()
-    try:
-        described = topologies.get_topology_desc(
-            platform="cuda", topology_name="", target_config=config, topology=f"1x1x{devices}"
-        )
-    except Exception as error:
-        pytest.skip(f"no CUDA plugin to compile with: {error}")
+    skip_without_plugin()
+    described = topologies.get_topology_desc(
+        platform="cuda", topology_name="", target_config=config, topology=f"1x1x{devices}"
+    )
     return topologies.make_mesh(described, (devices,), ("d",))
 
 

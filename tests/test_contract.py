@@ -26,9 +26,10 @@ from contract import (
     worst_error,
     wrapped_by_hand,
 )
+from hlo_samples import skip_without_plugin
 
 from models import transformer
-from remat_kit import POLICIES, TargetError, get_policy, get_target, trace
+from remat_kit import POLICIES, get_policy, get_target, trace
 from remat_kit._measure import tolerance_of
 from remat_kit._policy import lower
 
@@ -190,10 +191,8 @@ GPU = {
 @functools.cache
 def traced_for_gpu(policy: str, build_step: Callable[..., Any]) -> Any:
     step = build_step(policy, size="tiny", layers=LAYERS, attention="fused", platform="cuda")
-    try:
-        return trace(step, get_target("h100-sxm-80gb"), get_policy(policy))
-    except TargetError as error:
-        pytest.skip(f"no CUDA plugin to trace for: {error}")
+    skip_without_plugin()
+    return trace(step, get_target("h100-sxm-80gb"), get_policy(policy))
 
 
 @pytest.mark.parametrize("policy", GPU)
