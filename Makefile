@@ -4,13 +4,25 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 POLICIES := none,full,selective_attention,dots_saveable,dots_with_no_batch_dims_saveable,minimal_with_context,save_out_proj,minimal_offloaded
 
-.PHONY: sweep test test-fast test-oldest check format bench clean
+.PHONY: sweep browser test test-fast test-oldest check format bench clean
 
 # What each policy costs on an H100 that need not be here: need, step time, plot and records in out/.
 sweep: $(VENV)/.compile
 	@mkdir -p out
 	$(BIN)/remat-kit sweep models.transformer:gpt size=gpt2-small batch=8 seq=1024 --target h100-sxm-80gb \
 	  --policies $(POLICIES) --json out/gpt2-small-h100.json --plot out/gpt2-small-h100.png --force
+
+# Chromium and its driver, for the tests that open the HTML report; without them those tests are skipped.
+browser:
+	@if command -v chromium >/dev/null && command -v chromedriver >/dev/null; then exit 0; fi; \
+	if ! command -v apt-get >/dev/null; then \
+	  echo "make browser: there is no apt-get here. Install chromium and chromedriver by hand, both on the PATH." >&2; exit 1; \
+	fi; \
+	if [ "$$(id -u)" -ne 0 ]; then \
+	  echo "make browser: apt-get needs root. Run: sudo make browser" >&2; exit 1; \
+	fi; \
+	apt-get update -qq && \
+	DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium chromium-driver >/dev/null
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal

@@ -233,13 +233,11 @@ class Block(nnx.Module):
         if rate or self.config.attention_dropout:
             key = jax.random.fold_in(key, layer)
         x_BTD = checkpoint_name(x_BTD, names.BLOCK_INPUT)
-        with jax.named_scope("attention"):
-            normal_BTD = checkpoint_name(self.attention_norm(x_BTD), names.ATTENTION_NORM)
-            out_BTD = self.attention(normal_BTD, fold_in_if(self.config.attention_dropout, key, 0))
-            x_BTD = x_BTD + dropout(out_BTD, rate, fold_in_if(rate, key, 1))
-        with jax.named_scope("mlp"):
-            normal_BTD = checkpoint_name(self.mlp_norm(x_BTD), names.MLP_NORM)
-            return x_BTD + dropout(self.mlp(normal_BTD), rate, fold_in_if(rate, key, 2))
+        normal_BTD = checkpoint_name(self.attention_norm(x_BTD), names.ATTENTION_NORM)
+        out_BTD = self.attention(normal_BTD, fold_in_if(self.config.attention_dropout, key, 0))
+        x_BTD = x_BTD + dropout(out_BTD, rate, fold_in_if(rate, key, 1))
+        normal_BTD = checkpoint_name(self.mlp_norm(x_BTD), names.MLP_NORM)
+        return x_BTD + dropout(self.mlp(normal_BTD), rate, fold_in_if(rate, key, 2))
 
 
 def fold_in_if(rate: float, key: jax.Array, number: int) -> jax.Array:

@@ -46,8 +46,7 @@ class Transformer(nnx.Module):
         """Logits [B, T, V] in the compute dtype; `key` is a typed key for all dropout of the step."""
         x_BTD = self.embed(tokens_BT, key)
         x_BTD = self.scan_blocks(x_BTD, key) if self.config.stack == "scan" else self.loop_blocks(x_BTD, key)
-        with jax.named_scope("final_norm"):
-            x_BTD = self.final_norm(x_BTD)
+        x_BTD = self.final_norm(x_BTD)
         with jax.named_scope("head"):
             head_DV = self.embedding[...].T if self.head is None else self.head[...]
             return x_BTD @ head_DV.astype(x_BTD.dtype)
@@ -71,16 +70,14 @@ class Transformer(nnx.Module):
             block = nnx.merge(definition, state)
             return block(x_BTD, number, key), None
 
-        with jax.named_scope("blocks"):
-            numbers_L = jnp.arange(self.config.layers, dtype=jnp.uint32)
-            return jax.lax.scan(body, x_BTD, (numbers_L, nnx.as_pure(stacked)))[0]
+        numbers_L = jnp.arange(self.config.layers, dtype=jnp.uint32)
+        return jax.lax.scan(body, x_BTD, (numbers_L, nnx.as_pure(stacked)))[0]
 
     def loop_blocks(self, x_BTD: jax.Array, key: jax.Array) -> jax.Array:
         """The output of the last block, [B, T, D], with each block on its own in the program."""
         assert isinstance(self.blocks, nnx.List)
         for number, block in enumerate(self.blocks):
-            with jax.named_scope(f"block_{number}"):
-                x_BTD = block(x_BTD, np.uint32(number), key)
+            x_BTD = block(x_BTD, np.uint32(number), key)
         return x_BTD
 
 

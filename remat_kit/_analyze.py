@@ -1,27 +1,62 @@
-"""`analyze`: the record of a compiled step."""
+"""`analyze`: the record of a compiled step, and of a compiled module that came as a file."""
 
-import re
 import time
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from remat_kit import _fingerprint
 from remat_kit._compile import CompiledStep, MemoryStats
-from remat_kit._hlo.heap import Heap, LiveBuffer, replay
-from remat_kit._hlo.module import Instruction, Module
+from remat_kit._explain import categories_at_peak, explain, is_remat_clone
+from remat_kit._explanation import UNKNOWN, Explanation
+from remat_kit._hlo.anatomy import anatomy
+from remat_kit._hlo.arguments import category_of_label
+from remat_kit._hlo.heap import Heap, replay
+from remat_kit._hlo.module import Module
 from remat_kit._hlo.proto import parse
 from remat_kit._hlo.roofline import predict
 from remat_kit._policy import Policy, get_policy
 from remat_kit._record import Record
 from remat_kit._step import Workload, label_of
-from remat_kit._target import judge_fit
+from remat_kit._target import Target, judge_fit
 from remat_kit._trace import TracedStep
 from remat_kit._units import MiB, format_bytes
 
-UNKNOWN = "not attributed"
+
+@dataclass(frozen=True)
+class _Program:
+    """A compiled module, replayed and explained."""
+
+    module: Module
+    heap: Heap
+    explanation: Explanation
+    categories: Mapping[str, int]
+
+    @property
+    def constants(self) -> int:
+        return self.heap.throughout.get("constant", 0)
+
+    def fields(self) -> dict[str, Any]:
+        """What a record says of it, wherever it came from."""
+        peak = self.heap.peak_bytes
+        return {
+            "constant_bytes": self.constants,
+            "live_peak_bytes": peak,
+            "live_peak_phase": None if self.heap.peak_event is None else self.explanation.peak.phase,
+            "categories": {} if peak is None else self.categories,
+            "attributed_share": None if not peak else 1.0 - self.categories.get(UNKNOWN, 0) / peak,
+            "explanation": None if peak is None else self.explanation,
+        }
+
+
+def _read(data: bytes, said: Mapping[str, str] | None = None) -> _Program:
+    proto = parse(data)
+    module = Module.from_proto(proto)
+    heap = replay(proto)
+    explanation = explain(anatomy(module, proto, heap, said))
+    return _Program(module, heap, explanation, categories_at_peak(explanation))
 
 
 def analyze(compiled: CompiledStep, workload: Workload, policy: str | Policy) -> Record:
@@ -33,14 +68,10 @@ def analyze(compiled: CompiledStep, workload: Workload, policy: str | Policy) ->
     start = time.perf_counter()
     traced, memory = compiled.traced, compiled.memory
     target = traced.target
-    proto = parse(compiled.hlo_proto)
-    module = Module.from_proto(proto)
-    heap = replay(proto)
-    prediction = predict(module, target.chip)
+    program = _read(compiled.hlo_proto, _categories_of_arguments(traced))
+    prediction = predict(program.module, target.chip)
     need = need_bytes(memory)
-    constants = heap.throughout.get("constant", 0)
-    fit = judge_fit(need + constants, target)
-    categories, phase_of_peak = _at_the_peak(heap, module, proto, traced)
+    fit = judge_fit(need + program.constants, target)
     work, saved = traced.work, traced.saved
     return Record(
         workload=workload.spec,
@@ -49,7 +80,7 @@ def analyze(compiled: CompiledStep, workload: Workload, policy: str | Policy) ->
         target=target.name,
         mesh=dict(target.mesh),
         versions=_fingerprint.versions(),
-        xla_remat=_xla_remat(module, compiled.options.xla_remat),
+        xla_remat=_xla_remat(program.module, compiled.options.xla_remat),
         gemm_backend=compiled.options.gemm_backend(target.chip.platform),
         compile_options=dict(compiled.options.xla_options),
         argument_bytes=memory.argument,
@@ -60,13 +91,8 @@ def analyze(compiled: CompiledStep, workload: Workload, policy: str | Policy) ->
         host_output_bytes=memory.host_output,
         host_temp_bytes=memory.host_temp,
         need_bytes=need,
-        constant_bytes=constants,
-        live_peak_bytes=heap.peak_bytes,
-        live_peak_phase=phase_of_peak,
         # XLA's own figure leaves temporaries out on the CPU.
         xla_peak_bytes=memory.peak if target.chip.platform != "cpu" else None,
-        categories=categories,
-        attributed_share=_share(categories, heap.peak_bytes),
         saved_bytes=saved.device_bytes,
         saved_host_bytes=saved.host_bytes,
         saved_bytes_per_block=saved.device_bytes_per_block,
@@ -74,6 +100,7 @@ def analyze(compiled: CompiledStep, workload: Workload, policy: str | Policy) ->
         step_flops=work.flops,
         recompute_flops=work.recomputed_flops,
         recomputed_matmuls=work.recomputed_matmuls,
+        checkpoints=traced.checkpoints,
         predicted_step_s=prediction.seconds,
         predicted_breakdown_s=dict(prediction.breakdown),
         trace_s=traced.trace_s,
@@ -83,7 +110,48 @@ def analyze(compiled: CompiledStep, workload: Workload, policy: str | Policy) ->
         fits=fit.fits,
         margin_bytes=fit.margin_bytes,
         assumptions=fit.assumptions,
-        warnings=(*traced.warnings, *_warnings(module, constants), *prediction.warnings),
+        warnings=(*traced.warnings, *_warnings(program), *prediction.warnings),
+        **program.fields(),
+    )
+
+
+def analyze_module(data: bytes, name: str, target: Target | None = None) -> Record:
+    """All that the bytes of an HloProto tell, of whatever step it was compiled from. Compiles nothing.
+
+    `name` is written down as the workload. With `target` there is a predicted step time, and whether it fits; without,
+    both are None and the record's target is "". Policy and options are not known. Raises RematKitError when `data` is
+    not a compiled module with its buffer assignment.
+    """
+    start = time.perf_counter()
+    program = _read(data)
+    heap = program.heap
+    prediction = predict(program.module, target.chip) if target else None
+    fit = judge_fit(heap.need_bytes + program.constants, target) if target else None
+    return Record(
+        workload=name,
+        options={},
+        policy="",
+        target=target.name if target else "",
+        mesh=dict(target.mesh) if target else {"devices": program.module.num_devices},
+        versions={},
+        xla_remat=_xla_remat(program.module, "unknown"),
+        gemm_backend="unknown",
+        argument_bytes=heap.argument_bytes,
+        output_bytes=heap.output_bytes,
+        alias_bytes=heap.alias_bytes,
+        temp_bytes=heap.temp_bytes,
+        host_temp_bytes=heap.host_temp_bytes,
+        need_bytes=heap.need_bytes,
+        xla_peak_bytes=None,
+        predicted_step_s=prediction.seconds if prediction else None,
+        predicted_breakdown_s=dict(prediction.breakdown) if prediction else {},
+        analyze_s=time.perf_counter() - start,
+        capacity_bytes=fit.capacity_bytes if fit else None,
+        fits=fit.fits if fit else None,
+        margin_bytes=fit.margin_bytes if fit else None,
+        assumptions=fit.assumptions if fit else (),
+        warnings=(*_warnings(program), *(prediction.warnings if prediction else ())),
+        **program.fields(),
     )
 
 
@@ -93,70 +161,28 @@ def need_bytes(memory: MemoryStats) -> int:
 
 
 def _xla_remat(module: Module, asked: str) -> str:
-    """ "fired" when XLA's pass left clones, which it names `fusion.12.remat` or `.remat2`, else what was asked for."""
-    clone = re.compile(r"\.remat\d*(\.|$)")
-    return "fired" if any(clone.search(each.name) for each in module.instructions.values()) else asked
+    """ "fired" when XLA's pass left clones, else what was asked for."""
+    return "fired" if any(is_remat_clone(each.name) for each in module.instructions.values()) else asked
 
 
-def _warnings(module: Module, constants: int) -> tuple[str, ...]:
+def _warnings(program: _Program) -> tuple[str, ...]:
     found = []
-    if any("fmha" in each.custom_call_target for each in module.instructions.values()):
+    if any("fmha" in each.custom_call_target for each in program.module.instructions.values()):
         found.append("the workspace of cuDNN's fused attention is chosen on the device and is not in these bytes")
-    if constants >= MiB:
+    if program.constants >= MiB:
         found.append(
-            f"the program holds {format_bytes(constants)} of constants, which come on top of what the step needs; "
-            "arrays that a step captures from outside become constants: pass them as arguments"
+            f"the program holds {format_bytes(program.constants)} of constants, which come on top of what the step "
+            "needs; arrays that a step captures from outside become constants: pass them as arguments"
         )
     return tuple(found)
 
 
-def _at_the_peak(heap: Heap, module: Module, proto: Any, traced: TracedStep) -> tuple[dict[str, int], str | None]:
-    """Bytes by category at the live peak, largest first, and the phase in which it is."""
-    if heap.peak_bytes is None:
-        return {}, None
-    labels = _labels_of_parameters(module, traced)
-    made_by = {buffer.id: buffer.defined_at.instruction_id for buffer in proto.buffer_assignment.logical_buffers}
-    sizes: dict[str, int] = defaultdict(int)
-    for buffer in heap.live:
-        makers = [module.instructions.get(made_by.get(member, -1)) for member in (buffer.buffer_id, *buffer.group)]
-        sizes[_category(buffer, makers, labels)] += buffer.bytes
-    at = module.by_name.get(heap.peak_computation)
-    peak = next((each for each in at.instructions if each.name == heap.peak_instruction), None) if at else None
-    return dict(sorted(sizes.items(), key=lambda item: -item[1])), phase_of(peak) if peak else None
-
-
-def _category(buffer: LiveBuffer, makers: Sequence[Instruction | None], labels: Mapping[int, str]) -> str:
-    """A parameter's label, or the phase of the first instruction in the buffer's memory that tells one."""
-    if buffer.kind == "parameter":
-        return labels.get(buffer.parameter, UNKNOWN) if buffer.parameter is not None else UNKNOWN
-    if buffer.kind != "temp":
-        return {"live_out": "outputs", "constant": "constants"}.get(buffer.kind, UNKNOWN)
-    phases = (phase_of(maker) for maker in makers if maker is not None)
-    known = next((phase for phase in phases if phase != "unknown"), None)
-    return f"made in {known}" if known else UNKNOWN
-
-
-def phase_of(instruction: Instruction) -> str:
-    """The phase of `instruction`, or of what is fused into it when XLA gave the fusion itself no name."""
-    fused = (each for called in instruction.called for each in reversed(called.instructions))
-    phases = (each.phase for each in (instruction, *fused))
-    return next((phase for phase in phases if phase != "unknown"), "unknown")
-
-
-def _labels_of_parameters(module: Module, traced: TracedStep) -> dict[int, str]:
-    """Entry parameter number -> label. JAX drops unused arguments, so parameters are matched by their names."""
+def _categories_of_arguments(traced: TracedStep) -> dict[str, str]:
+    """Category of each argument by the name of its leaf in JAX. Unused ones are dropped, so numbers do not serve."""
     leaves = jax.tree_util.tree_leaves_with_path(traced.step.args)
     names = traced.traced.jaxpr.jaxpr.debug_info.arg_names
-    label_of_name = {
-        name: label_of(path, traced.step.labels) for name, (path, _) in zip(names, leaves, strict=True) if name
+    return {
+        name: category_of_label(label)
+        for name, (path, _) in zip(names, leaves, strict=True)
+        if name and (label := label_of(path, traced.step.labels)) != "arguments"
     }
-    found = {}
-    for parameter in module.entry.parameters:
-        label = label_of_name.get(parameter.op_name.replace("\\'", "'"))  # XLA escapes the quotes of a path
-        if label:
-            found[parameter.parameter_number] = label
-    return found
-
-
-def _share(categories: Mapping[str, int], peak: int | None) -> float | None:
-    return None if not peak else 1.0 - categories.get(UNKNOWN, 0) / peak

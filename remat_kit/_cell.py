@@ -182,8 +182,13 @@ def run_cell(cell: Cell) -> Record:
 
 
 def run_cell_and_tell_sources(cell: Cell) -> Iterator[Record | dict[str, Any]]:
-    """The row of the cell, then `{"sources": ...}`: the files that the workload's process had loaded by then."""
-    yield run_cell(cell)
+    """The row of the cell, then `{"sources": ...}`: the files that the workload's process had loaded by then.
+
+    A row keeps who holds the live peak, and neither single buffers nor the time line: `analyze` shows those.
+    """
+    record = run_cell(cell)
+    brief = record.explanation.brief() if record.explanation else None
+    yield dataclasses.replace(record, explanation=brief)
     yield {"sources": _fingerprint.loaded_sources()}
 
 

@@ -8,9 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from remat_kit._errors import RematKitError
+from remat_kit._explanation import Checkpoint, Explanation, checkpoints_from_json, explanation_from_json
 
-SCHEMA_VERSION = 1
-"""Raised when a field changes its meaning. Fields are added, never renamed."""
+SCHEMA_VERSION = 2
+"""Raised when a field changes its meaning. Fields are added, never renamed; docs/schema.md describes them.
+
+Version 1 had other categories (the label of an argument, "made in <phase>") and no explanation; it is still read."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,9 @@ class Record:
     categories: Mapping[str, int] = field(default_factory=dict)
     """Bytes at the live peak by category; they add up to live_peak_bytes."""
     attributed_share: float | None = None
+    """Of the bytes at the live peak, the share with a category that the program tells."""
+    explanation: Explanation | None = None
+    """What is alive at the live peak, whose it is, and what would lower it."""
 
     saved_bytes: int | None = None
     """Kept from forward to backward by the whole step, arguments not counted."""
@@ -83,6 +89,8 @@ class Record:
     step_flops: int | None = None
     recompute_flops: int | None = None
     recomputed_matmuls: int | None = None
+    checkpoints: tuple[Checkpoint, ...] = ()
+    """The checkpointed regions of the program, counted on the jaxpr."""
 
     predicted_step_s: float | None = None
     predicted_breakdown_s: Mapping[str, float] = field(default_factory=dict)
@@ -127,6 +135,9 @@ class Record:
             if (measured := values.get("measured_step_s")) is not None:
                 fields = {f.name for f in dataclasses.fields(MeasuredTime)}
                 values["measured_step_s"] = MeasuredTime(**{k: v for k, v in dict(measured).items() if k in fields})
+            if values.get("explanation") is not None:
+                values["explanation"] = explanation_from_json(values["explanation"])
+            values["checkpoints"] = checkpoints_from_json(values.get("checkpoints"))
             _check_types(values)
             return Record(**values)
         except TypeError as error:

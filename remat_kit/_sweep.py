@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from remat_kit._cell import Cell, Inspected, inspect_workload, measure_cells, measure_peak, run_cell_and_tell_sources
+from remat_kit._effect import with_effects
 from remat_kit._errors import RematKitError, WorkloadError
 from remat_kit._pool import DEFAULT_TIMEOUT_S, Outcome, Pool, Task
 from remat_kit._record import MeasuredTime, Record
@@ -97,7 +98,8 @@ def sweep(
     """The rows of `cells`, in their order, each made in its own process unless the store has it.
 
     A row that failed before counts as done unless `retry_failed`. Rows are stored as they come: a sweep
-    that is stopped, by whatever, goes on where it was when it is run again.
+    that is stopped, by whatever, goes on where it was when it is run again. What a policy did against the row of
+    policy `none` needs all rows, so it is in the rows returned and not in those stored.
     """
     watcher = watcher or Watcher()
     unique = {cell.key: cell for cell in cells}
@@ -116,7 +118,9 @@ def sweep(
         row = rows[outcome.name] = _keep(store, unique[outcome.name], outcome)
         left = (time.monotonic() - begin) / done * (len(todo) - done)
         watcher.finished(row, done, len(todo), outcome.seconds, left)
-    return [rows[key] for key in unique]
+    found = [rows[key] for key in unique]
+    records = with_effects([row.record for row in found])
+    return [dataclasses.replace(row, record=record) for row, record in zip(found, records, strict=True)]
 
 
 def _keep(store: Store, cell: Cell, outcome: Outcome) -> Row:

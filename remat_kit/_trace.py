@@ -21,6 +21,7 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from remat_kit._errors import PolicyError, RematKitError, TargetError
+from remat_kit._explanation import Checkpoint
 from remat_kit._jaxpr import (
     Work,
     count_work,
@@ -32,7 +33,9 @@ from remat_kit._jaxpr import (
     walk,
 )
 from remat_kit._policy import POLICIES, Policy, Region, is_kept, lower
+from remat_kit._regions import checkpoint_regions
 from remat_kit._saved import Saved, saved_values
+from remat_kit._scopes import nnx_scopes
 from remat_kit._step import Step
 from remat_kit._target import Target
 
@@ -50,6 +53,7 @@ class TracedStep:
       traced: JAX's own Traced, from which it is lowered.
       work: matmuls and FLOPs, counted on the jaxpr.
       saved: what is kept from forward to backward, counted on the jaxpr.
+      checkpoints: its checkpointed regions, found on the jaxpr.
       precision: the least precise floating-point type that matmuls take or that waits for backward; a comparison's
         tolerance follows it.
       tags: every tensor name in it.
@@ -66,6 +70,7 @@ class TracedStep:
     tags: frozenset[str]
     warnings: tuple[str, ...]
     trace_s: float
+    checkpoints: tuple[Checkpoint, ...] = ()
 
 
 def trace(step: Step, target: Target, policy: Policy | None = None) -> TracedStep:
@@ -78,7 +83,7 @@ def trace(step: Step, target: Target, policy: Policy | None = None) -> TracedSte
     replicated = NamedSharding(mesh, PartitionSpec())
     args = jax.tree.map(functools.partial(_abstract, replicated), step.args)
     start = time.perf_counter()
-    with cudnn_of(target):
+    with cudnn_of(target), nnx_scopes():
         traced = jax.jit(step.fn, donate_argnums=step.donate).trace(*args)
     trace_s = time.perf_counter() - start
     jaxpr = traced.jaxpr
@@ -92,7 +97,8 @@ def trace(step: Step, target: Target, policy: Policy | None = None) -> TracedSte
     saved = saved_values(jaxpr)
     waiting = {value.dtype for value in saved.values if not value.dtype.startswith("key")}
     precision = least_precise(lowest_precision(jaxpr), *sorted(waiting))
-    return TracedStep(step, target, traced, count_work(jaxpr), saved, precision, tags, warnings, trace_s)
+    regions = checkpoint_regions(jaxpr)
+    return TracedStep(step, target, traced, count_work(jaxpr), saved, precision, tags, warnings, trace_s, regions)
 
 
 def _abstract(sharding: NamedSharding, leaf: Any) -> Any:

@@ -105,8 +105,8 @@ def test_categories_add_up_and_the_state_is_exact(policy, options):
     step = compiled(policy, **options)
     record, state = record_of(step, policy), step.traced.step.args[0]
     assert sum(record.categories.values()) == record.live_peak_bytes
-    assert record.categories["params"] == bytes_of(state.params)
-    assert record.categories["optimizer"] == bytes_of(state.opt_state)
+    assert record.categories["parameters"] == bytes_of(state.params)
+    assert record.categories["optimizer state"] == bytes_of(state.opt_state)
     assert record.categories["batch"] == bytes_of(step.traced.step.args[1])
     assert list(record.categories.values()) == sorted(record.categories.values(), reverse=True)
     unknown = record.categories.get("not attributed", 0)

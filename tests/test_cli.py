@@ -119,7 +119,7 @@ def test_report_refuses(content: str | None, message: str, errors: Callable[...,
 
 
 def test_an_unknown_format_or_command(errors: Callable[..., str]) -> None:
-    assert "--format is 'html'. Give one of table, text, markdown." in errors("report", "x", "--format", "html")
+    assert "--format is 'pdf'. Give one of table, text, markdown, html." in errors("report", "x", "--format", "pdf")
     assert "No such command" in errors("swep")
 
 
@@ -242,7 +242,7 @@ def test_policies_and_targets(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
-    assert all(f" {name} " in out for name in ("sweep", "analyze", "report", "policies", "targets"))
+    assert all(f" {name} " in out for name in ("sweep", "analyze", "diff", "report", "policies", "targets"))
 
 
 def test_ctrl_c_keeps_what_is_done_and_leaves_no_process(tmp_path: Path) -> None:

@@ -26,16 +26,26 @@ ORDER = (
     "_units",
     "_policy",
     "_wrap",
+    "_scopes",
     "_step",
+    "_explanation",
     "_record",
     "_jaxpr",
     "_saved",
+    "_regions",
     "_target",
     "_trace",
     "_compile",
     "_hlo",
+    "_modules",
+    "_advice",
+    "_explain",
     "_fingerprint",
     "_analyze",
+    "_reasons",
+    "_effect",
+    "_diff",
+    "_xprof",
     "_measure",
     "_plan",
     "_cell",
@@ -211,7 +221,9 @@ def test_the_wheel_holds_the_package_alone(tmp_path):
     subprocess.run(build, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     files = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    ours = {str(file.relative_to(ROOT)) for file in PACKAGE.rglob("*") if file.suffix in (".py", ".toml", ".typed")}
+    ours = {
+        str(file.relative_to(ROOT)) for file in PACKAGE.rglob("*") if file.is_file() and "__pycache__" not in file.parts
+    }
     assert files == ours
     assert any(name.endswith("licenses/LICENSE") for name in zipfile.ZipFile(wheel).namelist())
 

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
+from remat_kit._errors import RematKitError
 from remat_kit._hlo.matmul import Matmul, matmul_of
-from remat_kit._hlo.module import Computation, Instruction, Shape
+from remat_kit._hlo.module import Computation, Instruction
 
 FREE = frozenset({
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
@@ -24,7 +25,9 @@ _MOVES = FREE | {
     "fusion",
 }  # fmt: skip
 _VIEWS = ("bitcast", "reshape")
+_CALLS = ("fusion", "call")
 _UPDATES = ("dynamic-update-slice", "scatter")
+_MOST_FLOPS, _MOST_MATMULS = 2**200, 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +77,12 @@ class Costs:
         is an instruction of its own. A library call's workspace is not counted, nor is what is read twice because
         it fell out of the caches.
         """
-        if instruction.opcode in ("fusion", "call") and instruction.called:
-            inside = self._inside(instruction.called[0])
+        if instruction.opcode in _CALLS and instruction.called:
+            inside = self._insides.get(instruction.called[0].id) or self._inside(instruction.called[0])
             wanted, written = inside.wanted, inside.written
             flops, matmuls, unknown = inside.vector_flops, inside.matmuls, inside.unknown
         else:
-            size = _size(instruction.shape)
+            size = instruction.shape.num_elements
             in_place = instruction.opcode in _UPDATES
             wanted = tuple(
                 self._wanted_of(instruction, position, size, in_place) for position in range(len(instruction.operands))
@@ -91,7 +94,7 @@ class Costs:
         device = host = 0
         read: dict[int, int] = {}
         for operand, elements in zip(instruction.operands, wanted, strict=False):
-            size = _size(operand.shape)
+            size = operand.shape.num_elements
             part = -(-operand.shape.bytes * elements // size) if size else 0
             read[operand.id] = max(read.get(operand.id, 0), part)
         for operand in {operand.id: operand for operand in instruction.operands}.values():
@@ -104,19 +107,30 @@ class Costs:
 
     def _inside(self, computation: Computation) -> _Inside:
         """What one run of a fused computation reads, writes and computes."""
-        known = self._insides.get(computation.id)
-        if known is not None:
-            return known
+        waiting = [computation]
+        while waiting:  # Those that it calls come first, without recursion: a chain of calls can be long.
+            last = waiting[-1]
+            inner = [each.called[0] for each in last.instructions if each.opcode in _CALLS and each.called]
+            missing = [each for each in inner if each.id not in self._insides]
+            waiting += missing
+            if not missing:
+                waiting.pop()
+                if last.id not in self._insides:
+                    self._insides[last.id] = self._look_inside(last)
+        return self._insides[computation.id]
+
+    def _look_inside(self, computation: Computation) -> _Inside:
         wanted: dict[int, int] = {}
         written: dict[tuple[int, ...], int] = {}
         in_place: set[int] = set()
+        cores: dict[int, Instruction] = {}
         root = computation.root
         results = enumerate(root.operands) if root.opcode == "tuple" else [(-1, root)]
         for position, result in results:
-            wanted[result.id] = _size(result.shape)
+            wanted[result.id] = result.shape.num_elements
             index = () if position < 0 else (position,)
-            core = _core(result)
-            if core.opcode in _UPDATES and _core(core.operands[0]).opcode == "parameter":
+            core = _core(result, cores)
+            if core.opcode in _UPDATES and _core(core.operands[0], cores).opcode == "parameter":
                 in_place.add(core.id)
             written |= _writes(core, index, core.id in in_place)
         flops, unknown = 0, ""
@@ -125,18 +139,18 @@ class Costs:
             amount = wanted.get(instruction.id, 0)
             if not amount or instruction.opcode == "tuple":
                 if instruction.opcode == "tuple" and instruction is not root and amount:
-                    wanted |= {operand.id: _size(operand.shape) for operand in instruction.operands}
+                    wanted |= {operand.id: operand.shape.num_elements for operand in instruction.operands}
                 continue
             if instruction.opcode == "get-tuple-element":
                 source = instruction.operands[0]
-                wanted[source.id] = _size(source.shape)
+                wanted[source.id] = source.shape.num_elements
                 continue
             for position, operand in enumerate(instruction.operands):
                 more = self._wanted_of(instruction, position, amount, instruction.id in in_place)
-                wanted[operand.id] = min(_size(operand.shape), wanted.get(operand.id, 0) + more)
-            if instruction.opcode in ("fusion", "call") and instruction.called:
-                inner = self._inside(instruction.called[0])
-                size = _size(instruction.shape)
+                wanted[operand.id] = min(operand.shape.num_elements, wanted.get(operand.id, 0) + more)
+            if instruction.opcode in _CALLS and instruction.called:
+                inner = self._insides[instruction.called[0].id]
+                size = instruction.shape.num_elements
                 flops += inner.vector_flops * amount // size if size else 0
                 matmuls += inner.matmuls
                 unknown = unknown or inner.unknown
@@ -145,44 +159,47 @@ class Costs:
                 matmul = matmul_of(instruction)
                 matmuls += [] if matmul is None else [matmul]
                 unknown = unknown or _unknown(instruction)
+            if flops > _MOST_FLOPS or len(matmuls) > _MOST_MATMULS:
+                raise RematKitError(
+                    f"computation {computation.name!r} has more arithmetic in it than a kernel can have. "
+                    "Dump the module again (xla_dump_hlo_as_proto=True) and give the unchanged file."
+                )
         taken = tuple(wanted.get(parameter.id, 0) for parameter in computation.parameters)
-        inside = self._insides[computation.id] = _Inside(taken, written, flops, tuple(matmuls), unknown)
-        return inside
+        return _Inside(taken, written, flops, tuple(matmuls), unknown)
 
     def _wanted_of(self, user: Instruction, position: int, amount: int, in_place: bool) -> int:
         """How many elements of an operand `user` reads to make `amount` elements of its result."""
         operand = user.operands[position]
-        full, opcode = _size(operand.shape), user.opcode
+        full, opcode = operand.shape.num_elements, user.opcode
         if opcode in ("slice", "dynamic-slice", "gather"):
             return min(full, amount) if position == 0 else full
         if opcode == "dynamic-update-slice":
-            kept = 0 if in_place else full - min(full, _size(user.operands[1].shape))
+            kept = 0 if in_place else full - min(full, user.operands[1].shape.num_elements)
             return kept if position == 0 else full
         if opcode == "scatter" and in_place:
             inputs = (len(user.operands) - 1) // 2
             # An update of part of the buffer reads what it adds to.
-            return _size(user.operands[inputs + 1 + position].shape) if position < inputs else full
+            return user.operands[inputs + 1 + position].shape.num_elements if position < inputs else full
         if opcode in ("broadcast", "pad", "concatenate"):
             return min(full, amount)
-        size = _size(user.shape)
+        size = user.shape.num_elements
         if not size:
             return full
-        if opcode in ("fusion", "call") and user.called:
-            inner = self._inside(user.called[0]).wanted
+        if opcode in _CALLS and user.called:
+            inner = self._insides[user.called[0].id].wanted
             full = inner[position] if position < len(inner) else full
         return min(full, -(-full * amount // size))
 
 
-def _size(shape: Shape) -> int:
-    """The number of elements, of all arrays in a tuple together."""
-    return shape.size if not shape.elements else sum(leaf.size for _, leaf in shape.leaves())
-
-
-def _core(instruction: Instruction) -> Instruction:
-    """What a result is before it is looked at in another shape."""
-    while instruction.opcode in _VIEWS and instruction.operands:
+def _core(instruction: Instruction, known: dict[int, Instruction]) -> Instruction:
+    """What a result is before it is looked at in another shape. `known` keeps the answers."""
+    path = []
+    while instruction.opcode in _VIEWS and instruction.operands and instruction.id not in known:
+        path.append(instruction.id)
         instruction = instruction.operands[0]
-    return instruction
+    core = known.get(instruction.id, instruction)
+    known.update(dict.fromkeys(path, core))
+    return core
 
 
 def _writes(core: Instruction, index: tuple[int, ...], in_place: bool) -> dict[tuple[int, ...], int]:
@@ -213,7 +230,7 @@ def _vector_flops(instruction: Instruction, amount: int) -> int:
     if instruction.opcode in _MOVES:
         return 0
     if instruction.opcode in ("reduce", "reduce-window", "scatter") and instruction.operands:
-        return _size(instruction.operands[0 if instruction.opcode != "scatter" else -1].shape)
+        return instruction.operands[0 if instruction.opcode != "scatter" else -1].shape.num_elements
     return amount
 
 

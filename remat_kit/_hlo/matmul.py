@@ -89,7 +89,7 @@ def _product(
         return None
     left, right = instruction.operands[0].shape, instruction.operands[1].shape
     depth = 1
-    for dimension in contracting:
+    for dimension in dict.fromkeys(contracting):
         depth *= left.dims[dimension] if 0 <= dimension < len(left.dims) else 1
     flops = 2 * result * depth * (4 if left.dtype in ("c64", "c128") else 1)
     peak, passes = _peak(left, right, max(precision, default=0) <= highest_tf32)
@@ -166,6 +166,6 @@ def _ints(values: Any) -> list[int]:
     """Integers that JSON holds as text; [] when one of them is none, or more than XLA's 64 bits."""
     try:
         numbers = [int(value) for value in values or ()]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return []
     return numbers if all(abs(number) < 2**63 for number in numbers) else []

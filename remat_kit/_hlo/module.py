@@ -5,6 +5,8 @@ afterwards everything common is a plain attribute. What only few instructions ha
 replica groups) is read from the message when asked.
 """
 
+import contextlib
+import gc
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -53,6 +55,7 @@ class Shape:
       memory_space: 0 default, 5 pinned host memory, others for collectives.
       minor_to_major: dimension numbers from the fastest varying one.
       bytes: of the whole value. A tuple is the sum of its elements, its table of pointers not counted.
+      num_elements: of all arrays in it together.
     """
 
     dtype: str
@@ -61,6 +64,7 @@ class Shape:
     memory_space: int = 0
     minor_to_major: tuple[int, ...] = ()
     bytes: int = 0
+    num_elements: int = 0
 
     @property
     def size(self) -> int:
@@ -87,9 +91,14 @@ class Shape:
 
 
 def _product(dims: tuple[int, ...]) -> int:
+    """The product of sizes that are at least 0; some number above 8 · `_LARGEST` when it is above that."""
+    if 0 in dims:
+        return 0
     total = 1
     for size in dims:
         total *= size
+        if total > 8 * _LARGEST:
+            break
     return total
 
 
@@ -101,18 +110,20 @@ def shape_of(proto: Any) -> Shape:
     dtype, bits = _TYPES[number]
     if number in (13, 34):
         elements = tuple(map(shape_of, proto.tuple_shapes))
-        return Shape(dtype, elements=elements, bytes=sum(element.bytes for element in elements))
+        size, count = (sum(each.bytes for each in elements), sum(each.num_elements for each in elements))
+        return Shape(dtype, elements=elements, bytes=size, num_elements=count)
     dims = tuple(proto.dimensions)
     if dims and min(dims) < 0:
-        raise RematKitError(f"the module has a value of shape {dtype}{list(dims)}, sizes are at least 0. {_NEXT}")
+        raise RematKitError(f"the module has a value with a side of {min(dims)}, sizes are at least 0. {_NEXT}")
     layout = proto.layout
     order, space, packed = tuple(layout.minor_to_major), layout.memory_space, layout.element_size_in_bits
     # Types below a byte take a byte an element unless the layout packs them.
     width = (packed or max(bits, 8)) if bits else 0
-    size = (_product(dims) * width + 7) // 8
+    count = _product(dims)
+    size = (count * width + 7) // 8
     if not 0 <= size <= _LARGEST:
-        raise RematKitError(f"the module has a value of {size} bytes, {dtype}{list(dims)}. {_NEXT}")
-    return Shape(dtype, dims, (), space, order, size)
+        raise RematKitError(f"the module has a value of {size} bytes, {dtype}{list(dims[:8])}. {_NEXT}")
+    return Shape(dtype, dims, (), space, order, size, count if bits else 0)
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -173,7 +184,7 @@ class Instruction:
             return {}
         try:
             parsed = json.loads(raw)
-        except ValueError:
+        except (ValueError, RecursionError):
             return {}
         return parsed if isinstance(parsed, dict) else {}
 
@@ -183,7 +194,7 @@ class Instruction:
         known = self.config().get("known_trip_count")
         try:
             trips = int(known["n"]) if isinstance(known, dict) else -1
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             return None
         return trips if 0 <= trips <= _LARGEST else None
 
@@ -200,18 +211,18 @@ class Instruction:
         if groups:
             return max(len(group.replica_ids) for group in groups)
         for iota in (proto.collective_device_list.iota_replica_group_list, proto.iota_collective_device_list):
-            if iota.num_devices_per_group:
+            if iota.num_devices_per_group > 0:
                 return iota.num_devices_per_group
         mesh = proto.mesh_axes_replica_group_list
         if not mesh.axes:
             return None
-        total = 1
-        for axis in mesh.axes:
-            if axis.sub_axis_info.size:
-                total *= axis.sub_axis_info.size
-            elif 0 <= axis.mesh_axis_index < len(mesh.mesh.axes):
-                total *= mesh.mesh.axes[axis.mesh_axis_index].size
-        return total
+        sizes = [each.size for each in mesh.mesh.axes]
+        taken = [
+            axis.sub_axis_info.size or (sizes[axis.mesh_axis_index] if 0 <= axis.mesh_axis_index < len(sizes) else 1)
+            for axis in mesh.axes
+        ]
+        total = _product(tuple(taken)) if min(taken) > 0 else 0
+        return total if 0 < total <= _LARGEST else None
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -277,7 +288,11 @@ class Module:
         Raises RematKitError when the module contradicts itself: an operand or a called computation that does not
         stand before its user, an id twice, an entry or a root that is not there.
         """
-        source = proto.hlo_module
+        with _without_collection():
+            return Module._from_proto(proto.hlo_module)
+
+    @staticmethod
+    def _from_proto(source: Any) -> "Module":
         sequences = {entry.key: entry.value.instruction_ids for entry in source.schedule.sequences}
         computations: dict[int, Computation] = {}
         instructions: dict[int, Instruction] = {}
@@ -287,7 +302,7 @@ class Module:
                 raise RematKitError(f"two computations of the module have the id {each.id}. {_NEXT}")
             computations[each.id] = _computation(each, sequences.get(each.id), computations, instructions, shapes)
         entry = computations.get(source.entry_computation_id)
-        if entry is None:
+        if entry is None or entry.is_fusion:
             raise RematKitError(f"the module has no computation {source.entry_computation_id}, its entry. {_NEXT}")
         aliases = tuple(
             (tuple(each.output_shape_index), each.parameter_number, tuple(each.parameter_shape_index))
@@ -298,6 +313,18 @@ class Module:
         num_devices = max(1, devices.replica_count) * max(1, devices.computation_count)
         frames = Frames.from_proto(source.stack_frame_index)
         return Module(source.name, computations, by_name, entry, instructions, aliases, frames, num_devices)
+
+
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """Python's garbage collector rests: it would go through a growing graph again and again and find nothing."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
 
 
 def _computation(
@@ -311,6 +338,7 @@ def _computation(
     mine: dict[int, Instruction] = {}
     for proto in source.instructions:
         identifier, metadata = proto.id, proto.metadata
+        opcode = proto.opcode
         try:
             operands = tuple([mine[number] for number in proto.operand_ids])
             called = tuple([computations[number] for number in proto.called_computation_ids])
@@ -318,17 +346,17 @@ def _computation(
             raise RematKitError(
                 f"instruction {proto.name!r} uses {error.args[0]}, which does not stand before it. {_NEXT}"
             ) from None
-        if len(operands) < _LEAST_OPERANDS.get(proto.opcode, 0):
-            raise RematKitError(f"instruction {proto.name!r} ({proto.opcode}) has {len(operands)} operands. {_NEXT}")
+        if len(operands) < _LEAST_OPERANDS.get(opcode, 0):
+            raise RematKitError(f"instruction {proto.name!r} ({opcode}) has {len(operands)} operands. {_NEXT}")
         if identifier in instructions:
             raise RematKitError(f"two instructions of the module have the id {identifier}. {_NEXT}")
         key = proto.shape.SerializeToString()
         shape = shapes.get(key)
         if shape is None:
             shape = shapes[key] = shape_of(proto.shape)
-        name, target = proto.name, proto.custom_call_target
+        target = proto.custom_call_target if opcode == "custom-call" else ""
         instruction = Instruction(
-            identifier, name, proto.opcode, shape, operands, called, metadata.op_name, metadata.stack_frame_id, target,
+            identifier, proto.name, opcode, shape, operands, called, metadata.op_name, metadata.stack_frame_id, target,
             proto,
         )  # fmt: skip
         mine[identifier] = instructions[identifier] = instruction
@@ -340,10 +368,14 @@ def _computation(
         raise RematKitError(f"computation {source.name!r} has no instruction {source.root_id}, its root. {_NEXT}")
     schedule = every
     if sequence is not None:
-        missing = [number for number in sequence if number not in mine]
-        if missing:
-            raise RematKitError(f"the schedule of {source.name!r} has the unknown instruction {missing[0]}. {_NEXT}")
-        schedule = tuple([mine[number] for number in sequence])
+        try:
+            schedule = tuple([mine[number] for number in sequence])
+        except KeyError as error:
+            raise RematKitError(
+                f"the schedule of {source.name!r} has the unknown instruction {error.args[0]}. {_NEXT}"
+            ) from None
+        if len(schedule) > len(mine):
+            raise RematKitError(f"the schedule of {source.name!r} has an instruction twice. {_NEXT}")
     parameters = [each for each in every if each.opcode == "parameter"]
     parameters.sort(key=lambda each: each.parameter_number)
     return Computation(

@@ -17,11 +17,13 @@ host link at once (one stream takes both), topology and start-up of collectives,
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from remat_kit._errors import RematKitError
 from remat_kit._hlo.cost import FREE, FREE_CALLS, Cost, Costs
 from remat_kit._hlo.module import Computation, Instruction, Module
 from remat_kit._target import Chip
 
 BREAKDOWN = ("matmul", "memory", "collective", "host_copy", "launch")
+_MOST_EXECUTIONS = 2**63
 
 # Factor on the bytes of the operands that each device sends in a ring of n devices.
 _RING = {
@@ -128,6 +130,8 @@ def predict(module: Module, chip: Chip) -> Prediction:
     the chip has no rate for runs at its vector peak, with a warning. A loop whose trip count XLA does not know counts
     once, with a warning. Of a conditional's branches the longest counts. Collectives run in a ring over the link, or
     over the host link where the chip has none, among as many devices as their groups name.
+
+    Raises RematKitError when a loop or a kernel is larger than any can be.
     """
     model = _Model(module, chip)
     times: dict[int, _Time] = {}
@@ -146,6 +150,11 @@ def predict(module: Module, chip: Chip) -> Prediction:
             continue
         for called, repeats in times[identifier].calls:
             executions[called] += count * repeats
+            if executions[called] > _MOST_EXECUTIONS:
+                raise RematKitError(
+                    f"a step would run {module.computations[called].name!r} more than 2^63 times by its trip counts. "
+                    "Dump the module again (xla_dump_hlo_as_proto=True) and give the unchanged file."
+                )
         warnings |= dict.fromkeys(times[identifier].warnings)
     for identifier, time in times.items():
         count = executions[identifier]
@@ -216,9 +225,8 @@ class _Model:
             inner = times.get(called.id)
             if inner is None:
                 continue
-            kinds = {row.kind for row in inner.rows}
             alone = len(inner.rows) == 1 and not inner.calls
-            if alone and kinds <= {"host_copy", "collective"} and not _is_synchronous(instruction):
+            if alone and inner.rows[0].kind in ("host_copy", "collective") and not _is_synchronous(instruction):
                 self._beside(instruction, inner.rows[0], time)
             else:
                 time.add(inner, 1, called)

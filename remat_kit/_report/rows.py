@@ -3,11 +3,14 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from remat_kit._effect import is_without_use
 from remat_kit._pareto import NEED_TOLERANCE, Standing, standings, step_seconds, time_tolerance
 from remat_kit._record import Record
 from remat_kit._units import GiB, KiB, MiB, format_bytes, format_seconds
 
 UNKNOWN = "-"
+NOT_KNOWN = "unknown"
+"""What a record of a program from a file has in the place of settings."""
 
 
 def unit_for(counts: Iterable[int | None]) -> tuple[str, int]:
@@ -69,7 +72,7 @@ def standing_text(standing: Standing | None) -> str:
 def title(records: Sequence[Record]) -> str:
     """What all records have in common: workload, options, target, mesh."""
     first = records[0]
-    parts = [first.workload, options_text(first.options), f"for {target_text(first)}"]
+    parts = [first.workload, options_text(first.options), f"for {target_text(first)}" if first.target else ""]
     same = all((r.workload, r.options, target_text(r)) == (first.workload, first.options, target_text(first))
                for r in records)  # fmt: skip
     return " ".join(part for part in parts if part) if same else f"{len(records)} records"
@@ -153,18 +156,23 @@ def measured_text(record: Record) -> str:
 
 def failures(records: Sequence[Record]) -> list[str]:
     """One line for each failed record."""
+    return [f"{name}: {record.error}" for name, record in _named(records) if record.error]
+
+
+def _named(records: Sequence[Record]) -> Iterable[tuple[str, Record]]:
     several = len({record.gemm_backend for record in records}) > 1
     names = [f"{record.policy} ({record.gemm_backend})" if several else record.policy for record in records]
-    return [f"{name}: {record.error}" for name, record in zip(names, records, strict=True) if record.error]
+    return zip(names, records, strict=True)
 
 
 def notes(records: Sequence[Record]) -> list[str]:
-    """What a reader of the table has to know of its words."""
+    """What a reader of the table has to know of its words, and the rows whose policy did nothing or hurt."""
     return [
         "compiled: XLA's buffer assignment. counted: on the jaxpr; recomputed is a share of the model's FLOPs. "
         "predicted: a roofline model.",
         "standing: on the front when no other policy is better in need or step time without being worse in the other. "
         f"Needs within {NEED_TOLERANCE:.1%} and step times within {time_tolerance(records):.1%} are called equal.",
+        *(f"{name}: {record.effect}" for name, record in _named(records) if is_without_use(record.effect)),
     ]
 
 

@@ -1,9 +1,11 @@
 """The report of one record: every figure, where it comes from, and what it adds up to."""
 
+import textwrap
 from collections.abc import Iterable
 
 from remat_kit._record import Record
-from remat_kit._report import rows
+from remat_kit._report import explanation, rows
+from remat_kit._report.layout import WIDTH
 from remat_kit._units import MiB, format_bytes, format_flops, format_seconds
 
 _WIDTH = 36
@@ -11,15 +13,21 @@ _WIDTH = 36
 
 def render(record: Record) -> str:
     """The report as text. Each figure says compiled, counted, predicted or measured."""
-    lines = [
-        f"{rows.title([record])}: policy {record.policy}",
-        f"  {' '.join(f'{name} {version}' for name, version in record.versions.items())}",
-        f"  GEMM backend: {record.gemm_backend}; XLA's own rematerialization: {record.xla_remat}"
-        + "".join(f"; {name}={value}" for name, value in record.compile_options.items()),
+    settings = [
+        f"GEMM backend: {record.gemm_backend}" if record.gemm_backend not in ("", rows.NOT_KNOWN) else "",
+        f"XLA's own rematerialization: {record.xla_remat}" if record.xla_remat not in ("", rows.NOT_KNOWN) else "",
+        *(f"{name}={value}" for name, value in record.compile_options.items()),
     ]
+    # Of a program that came as a file, neither policy nor versions nor settings are known.
+    details = (
+        " ".join(f"{name} {version}" for name, version in record.versions.items()),
+        "; ".join(setting for setting in settings if setting),
+    )
+    lines = [f"{rows.title([record])}{f': policy {record.policy}' if record.policy else ''}"]
+    lines += [f"  {detail}" for detail in details if detail]
     if record.error:
         lines += ["", f"FAILED: {record.error}"]
-    for section in (_need, _live_peak, _saved, _flops, _predicted, _measured, _closing):
+    for section in (_need, _live_peak, _effect, _saved, _flops, _predicted, _measured, _closing):
         body = list(section(record))
         if body:
             lines += ["", *body]
@@ -63,6 +71,9 @@ def _need(record: Record) -> Iterable[str]:
 
 
 def _live_peak(record: Record) -> Iterable[str]:
+    if record.explanation is not None:
+        yield from explanation.lines(record, record.explanation)
+        return
     if record.live_peak_bytes is None:
         return
     phase = f", in {record.live_peak_phase}" if record.live_peak_phase else ""
@@ -83,8 +94,12 @@ def _saved(record: Record) -> Iterable[str]:
     yield _row("the whole step", rows.bytes_text(record.saved_bytes))
     if record.saved_host_bytes:
         yield _row("the whole step, on the host", format_bytes(record.saved_host_bytes))
+
+
+def _effect(record: Record) -> Iterable[str]:
     if record.effect:
-        yield f"  {record.effect}"
+        yield "Effect (of the policy, against the base row of its sweep)"
+        yield textwrap.fill(record.effect, WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
 
 
 def _flops(record: Record) -> Iterable[str]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import typer
 
 from remat_kit._errors import RematKitError
-from remat_kit.cli import analyze, policies, report, sweep, targets
+from remat_kit.cli import analyze, diff, policies, report, sweep, targets
 
 app = typer.Typer(
     name="remat-kit",
@@ -19,6 +19,7 @@ app = typer.Typer(
 for name, module in {
     "sweep": sweep,
     "analyze": analyze,
+    "diff": diff,
     "report": report,
     "policies": policies,
     "targets": targets,

@@ -31,6 +31,16 @@ XlaOption = Annotated[
 JsonOption = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="also write JSON to FILE; - is standard output")
 ]
+HtmlOption = Annotated[
+    str | None,
+    typer.Option("--html", metavar="FILE", help="also write one HTML file, which opens offline; - is standard output"),
+]
+ModuleOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME", help="which program of a dump or profile, by module or file name; by default the largest"
+    ),
+]
 PlotOption = Annotated[
     str | None, typer.Option("--plot", metavar="FILE", help="also plot need against step time, as .png or .svg")
 ]

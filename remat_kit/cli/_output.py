@@ -4,6 +4,7 @@ import io
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich import box
@@ -33,6 +34,18 @@ def check(name: str | None, force: bool) -> None:
         raise OutputError(f"cannot write {name}: the folder {path.parent} is not writable. Name a file elsewhere.")
 
 
+def check_all(names: Sequence[str | None], force: bool) -> str | None:
+    """Checks each like `check`, and returns `-` when one is standard output: what `show` prints then goes elsewhere.
+
+    Raises OutputError when two of them are standard output.
+    """
+    for name in names:
+        check(name, force)
+    if names.count(STDOUT) > 1:
+        raise OutputError("two outputs are -, which is standard output. Give one of them a file.")
+    return STDOUT if STDOUT in names else None
+
+
 def write(name: str, content: str | bytes) -> None:
     """Writes `content` to the file, or to standard output for `-`."""
     if name == STDOUT:
@@ -46,19 +59,19 @@ def write(name: str, content: str | bytes) -> None:
         raise OutputError(f"cannot write {name}: {error.strerror}. Name a file elsewhere.") from error
 
 
-def show(text: str, json_name: str | None) -> None:
-    """Prints a report: on standard output, unless JSON goes there."""
-    stream = sys.stderr if json_name == STDOUT else sys.stdout
+def show(text: str, taken: str | None) -> None:
+    """Prints a report: on standard output, unless `taken` says that a file goes there."""
+    stream = sys.stderr if taken == STDOUT else sys.stdout
     stream.write(text)
     stream.flush()
 
 
-def show_table(table: Table, json_name: str | None) -> None:
+def show_table(table: Table, taken: str | None) -> None:
     """Prints a table like `show`, as wide as the terminal, with the lines of a plain text."""
     table.box, table.pad_edge = box.SIMPLE_HEAD, False
     out = io.StringIO()
     Console(file=out, width=width(160), color_system=None, highlight=False).print(table)
-    show("\n".join(line.rstrip() for line in out.getvalue().strip("\n").splitlines()) + "\n", json_name)
+    show("\n".join(line.rstrip() for line in out.getvalue().strip("\n").splitlines()) + "\n", taken)
 
 
 def width(default: int) -> int:

@@ -1,0 +1,250 @@
+"""Whose a buffer is: its category, module path, source line and phase, by where its value comes from and goes to.
+
+Names decide little. An argument's category is what the step says it holds, or, for a file without its step, what the
+program does with it. A temporary's category follows from the phase in which it is made, the phases in which it is
+read, and what it is made of (`structure.py`, `flow.py`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from remat_kit._explanation import UNKNOWN
+from remat_kit._hlo.flow import Flow, Uses, Value, skip_bitcasts
+from remat_kit._hlo.frames import Frame
+from remat_kit._hlo.heap import LiveBuffer
+from remat_kit._hlo.module import Instruction, Module, Shape
+from remat_kit._hlo.origin import Origin, Origins
+from remat_kit._hlo.structure import (
+    AFTER_BACKWARD_BLOCK,
+    AFTER_FORWARD_BLOCK,
+    ARGUMENT,
+    GRADIENT,
+    ORIGINS,
+    PARAMETER,
+    Structure,
+    bits_at,
+)
+from remat_kit._phase import BACKWARD, FORWARD, RECOMPUTE, UPDATE
+
+_COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-", "ragged-all-to-all")
+_COLLECTIVE_COLOR = 1
+_VIEWS = frozenset({"parameter", "dynamic-slice", "slice", "bitcast", "reshape", "copy"})
+
+
+@dataclass(frozen=True, slots=True)
+class Attribution:
+    """What is known of one buffer. `module` and `block` are "" and `source` is None when the program does not say.
+
+    Attributes:
+      category: a key of `_explanation.CATEGORIES`, or the label of an argument.
+      module: path of the module; block: the repeated block it belongs to.
+      source: the user's line; phase: in which it is made.
+      shape: of the value; layers: how many layers are stacked in it.
+    """
+
+    category: str
+    module: str
+    block: str
+    source: Frame | None
+    phase: str
+    shape: Shape | None
+    layers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """What is known of one argument: its category, the path of the module that owns it, and the block of that."""
+
+    category: str
+    module: str
+    block: str = ""
+
+
+class Attributor:
+    """Answers for the buffers of one module. Built once, asked for each buffer; equal questions are answered once."""
+
+    def __init__(self, module: Module, structure: Structure, arguments: Mapping[int, Argument]) -> None:
+        self.module = module
+        self.structure = structure
+        self.arguments = arguments
+        self.flow = Flow(module)
+        self.origins = Origins(
+            module,
+            {
+                parameter.id: tuple(known.module.split("/"))
+                for parameter in module.entry.parameters
+                if (known := arguments.get(parameter.parameter_number)) and known.module
+            },
+        )
+        self.parameter_shapes = frozenset(
+            str(parameter.shape)
+            for parameter in module.entry.parameters
+            if (known := arguments.get(parameter.parameter_number)) and known.category == "parameters"
+        )
+        self._has_blocks = bool(structure.blocks)
+        self._known: dict[Any, Attribution] = {}
+
+    def of(self, buffer: LiveBuffer, group: Sequence[Value]) -> Attribution:
+        """What is known of `buffer`; `group` are the values that its region ever holds, its own first."""
+        key = (buffer.kind, buffer.parameter, buffer.instruction_id, buffer.shape_index, buffer.color)
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = self._of(buffer, group)
+        return known
+
+    def _of(self, buffer: LiveBuffer, group: Sequence[Value]) -> Attribution:
+        maker, index = group[0] if group else (None, ())
+        if maker is None:
+            category = {"constant": "constants", "live_out": "outputs"}.get(buffer.kind, UNKNOWN)
+            return Attribution(category, "", "", None, "unknown", None, 1)
+        uses = self.flow.uses(maker, index)
+        if maker.opcode == "while":
+            uses.loops[maker.id] = maker
+        shape = element_of(maker.shape, index)
+        layers = self._layers(shape, uses)
+        if buffer.kind == "parameter":
+            return self._argument(buffer, maker, shape, layers, uses)
+        phase = self._phase(group, uses)
+        origin = self._origin(group, uses)
+        if buffer.kind == "constant":
+            category = "constants"
+        elif buffer.kind == "live_out":
+            category = "outputs"
+        else:
+            category = self._category(buffer, maker, index, shape, phase, uses)
+        block = self._block(group, uses)
+        module = "/".join(origin.path)
+        if category == "gradients" and (owner := self._updated_with(maker, shape, uses)):
+            module, block = owner.module, owner.block
+        return Attribution(category, module, block, origin.source, phase, shape, layers)
+
+    def _updated_with(self, maker: Instruction, shape: Shape, uses: Uses) -> Argument | None:
+        """The parameter that a gradient updates: the one of its size that its reader in the update takes as well."""
+        owners = set()
+        for reader in uses.readers.values():
+            if self.structure.phases.get(reader.id) == UPDATE:
+                for operand in map(skip_bitcasts, reader.operands):
+                    known = self.arguments.get(operand.parameter_number) if self._is_argument(operand) else None
+                    if known and known.category == "parameters" and operand.shape.size == shape.size:
+                        owners.add(known)
+        return owners.pop() if len(owners) == 1 else None
+
+    def _is_argument(self, operand: Instruction) -> bool:
+        return operand.opcode == "parameter" and self.structure.phases.get(operand.id) == ARGUMENT
+
+    def _argument(self, buffer: LiveBuffer, maker: Instruction, shape: Shape, layers: int, uses: Uses) -> Attribution:
+        number = buffer.parameter if buffer.parameter is not None else maker.parameter_number
+        known = self.arguments.get(number) or Argument(UNKNOWN, "")
+        # The first that uses it, and forward before all: what comes first after it moves from compile to compile.
+        phases = self.structure.phases
+        readers = sorted(uses.readers.values(), key=lambda reader: (phases.get(reader.id) != FORWARD, reader.id))
+        source = next((frame for reader in readers if (frame := self._line_that_reads(reader, uses))), None)
+        return Attribution(known.category, known.module, known.block, source, ARGUMENT, shape, layers)
+
+    def _line_that_reads(self, reader: Instruction, uses: Uses) -> Frame | None:
+        """The user's line that reads a value: in a fusion, which has lines of all sorts, of the operation that does."""
+        number = uses.takes.get(reader.id, -1)
+        for called in reader.called:
+            if called.is_fusion and 0 <= number < len(called.parameters):
+                inner = called.parameters[number]
+                while inner.users and inner.opcode in _VIEWS:  # a layer of a stack, say
+                    inner = inner.users[0]
+                if source := self.module.source(inner):
+                    return source
+        return self.origins.of(reader).source
+
+    def _category(
+        self, buffer: LiveBuffer, maker: Instruction, index: tuple[int, ...], shape: Shape, phase: str, uses: Uses
+    ) -> str:
+        bits = bits_at(self.structure.bits.get(maker.id, 0), index)
+        for writer in uses.writes.values():  # what is written into it later is part of it
+            bits |= bits_at(self.structure.bits.get(writer.id, 0), ())
+        origin = bits & ORIGINS
+        read_in = {self.structure.phases.get(reader, "unknown") for reader in uses.readers}
+        if is_host_copy(maker):
+            return "host-offloaded"
+        if phase in (BACKWARD, RECOMPUTE) and UPDATE in read_in:
+            return "gradients"
+        if phase == UPDATE and origin == GRADIENT and str(shape) in self.parameter_shapes:
+            return "gradients"
+        if buffer.color == _COLLECTIVE_COLOR or maker.opcode.startswith(_COLLECTIVES):
+            return "collective buffers"
+        if origin == PARAMETER and phase != UPDATE:
+            return "parameter copies"
+        in_block = maker.id in self.structure.blocks
+        if not in_block and phase in (BACKWARD, RECOMPUTE) and self._is_stack_for_backward(shape, uses):
+            return "saved activations"  # laid out anew, or cast, before backward's loop takes it layer by layer
+        if phase == FORWARD:
+            head = self._has_blocks and not in_block and bits & AFTER_FORWARD_BLOCK
+            if read_in & {BACKWARD, RECOMPUTE}:
+                return "loss head" if head else "saved activations"
+            return "loss head" if head else "forward workspace"
+        if phase == BACKWARD:
+            head = self._has_blocks and not in_block and not bits & AFTER_BACKWARD_BLOCK and not uses.loops
+            return "loss head" if head else "backward workspace"
+        if phase == RECOMPUTE:
+            return "recompute workspace"
+        return "other temporaries" if phase == UPDATE else UNKNOWN
+
+    def _is_stack_for_backward(self, shape: Shape, uses: Uses) -> bool:
+        """Whether a backward loop over the layers reads it one layer a turn and nothing writes into it."""
+        loops = [loop for number, loop in uses.loops.items() if number in self.structure.layer_loops]
+        return (
+            not uses.writes
+            and bool(loops)
+            and all(self.structure.phases.get(loop.id) in (BACKWARD, RECOMPUTE) for loop in loops)
+            and shape.dims[:1] == (loops[0].trip_count,)
+        )
+
+    def _phase(self, group: Sequence[Value], uses: Uses) -> str:
+        """Of the maker, else of what writes into the buffer, of the others in its region, or of its first reader."""
+        phases = self.structure.phases
+        candidates = [each.id for each, _ in list(group)[:1]] + sorted(uses.writes) + [each.id for each, _ in group]
+        for candidate in (*candidates, *sorted(uses.readers)):
+            phase = phases.get(candidate, "unknown")
+            if phase not in ("unknown", ARGUMENT):
+                return phase
+        return "unknown"
+
+    def _origin(self, group: Sequence[Value], uses: Uses) -> Origin:
+        """Path and line of its maker, of the others in its region, or of its readers: the first that tells."""
+        best = Origin((), None)
+        readers = [(uses.readers[number], ()) for number in sorted(uses.readers)[:8]]
+        for maker, index in (*group, *readers):
+            best = best.or_else(self.origins.of(maker, index))
+            if best.path and best.source:
+                break
+        return best
+
+    def _block(self, group: Sequence[Value], uses: Uses) -> str:
+        blocks = self.structure.blocks
+        for each, _ in group:
+            if block := blocks.get(each.id):
+                return block
+        stacks = {self.structure.layer_loops[loop] for loop in uses.loops if loop in self.structure.layer_loops}
+        return min(stacks) if stacks else ""
+
+    def _layers(self, shape: Shape | None, uses: Uses) -> int:
+        """The length of the layers' loop that the value goes through as a stack, else 1."""
+        lengths = {
+            self.module.instructions[loop].trip_count for loop in uses.loops if loop in self.structure.layer_loops
+        }
+        return shape.dims[0] if shape is not None and shape.dims and shape.dims[0] in lengths else 1
+
+
+def element_of(shape: Shape, index: tuple[int, ...]) -> Shape:
+    """The shape at `index` of a tuple; the shape itself where the index leads nowhere."""
+    for position in index:
+        if position >= len(shape.elements):
+            break
+        shape = shape.elements[position]
+    return shape
+
+
+def is_host_copy(maker: Instruction) -> bool:
+    """Whether `maker` brings something from host memory to the device, or is the start of a copy there."""
+    if not maker.opcode.startswith(("copy", "async-", "dynamic-slice", "fusion")):
+        return False
+    spaces = {leaf.is_host for operand in maker.operands for _, leaf in operand.shape.leaves()}
+    return True in spaces and (maker.opcode != "fusion" or maker.shape.bytes > 0)

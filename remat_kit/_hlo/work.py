@@ -1,0 +1,54 @@
+"""FLOPs of matrix products as compiled, loops times their trips."""
+
+from collections.abc import Mapping
+
+from remat_kit._hlo.matmul import matmul_of
+from remat_kit._hlo.module import Computation, Instruction, Module
+from remat_kit._phase import RECOMPUTE
+
+_MATRIX_OPCODES = frozenset({"dot", "convolution", "custom-call"})
+
+
+def executions(module: Module) -> dict[int, int]:
+    """How often each computation outside of fusions runs in one step, by id; a loop of unknown length counts once."""
+    count = {each.id: 0 for each in module.computations.values() if not each.is_fusion}
+    count[module.entry.id] = 1
+    # Callers stand after what they call, so each count is final when it is reached from the back.
+    for identifier in reversed(count):
+        runs = count[identifier]
+        if not runs:
+            continue
+        for each in module.computations[identifier].instructions:
+            for called in each.called:
+                if called.id in count and not called.is_fusion:
+                    count[called.id] += runs * (_trips(each) if each.opcode == "while" else 1)
+    return count
+
+
+def _trips(loop: Instruction) -> int:
+    trips = loop.trip_count
+    return 1 if trips is None else trips
+
+
+def matmul_flops(module: Module, phases: Mapping[int, str]) -> tuple[int, int]:
+    """FLOPs of matrix products, convolutions and fused attention: (all, marked as recomputation).
+
+    What an operation of a fusion is marked as counts, not what the fusion is.
+    """
+    total = recomputed = 0
+    for identifier, runs in executions(module).items():
+        if not runs:
+            continue
+        for each in module.computations[identifier].instructions:
+            for inner in _parts(each):
+                matmul = matmul_of(inner) if inner.opcode in _MATRIX_OPCODES else None
+                if matmul is not None:
+                    total += runs * matmul.flops
+                    phase = inner.phase if "/" in inner.op_name else phases.get(each.id, "unknown")
+                    recomputed += runs * matmul.flops * (phase == RECOMPUTE)
+    return total, recomputed
+
+
+def _parts(instruction: Instruction) -> tuple[Instruction, ...]:
+    fused: tuple[Computation, ...] = tuple(called for called in instruction.called if called.is_fusion)
+    return sum((called.instructions for called in fused), (instruction,)) if fused else (instruction,)

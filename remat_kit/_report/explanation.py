@@ -1,0 +1,160 @@
+"""The text of an explanation: the live peak by category, who holds it, how low it could go, and what to do next."""
+
+import textwrap
+from collections.abc import Iterable, Sequence
+
+from remat_kit._explanation import Explanation, Floor, Holder, Moment
+from remat_kit._record import Record
+from remat_kit._report.layout import WIDTH, Column, table
+from remat_kit._units import format_bytes
+
+LARGEST = 12
+"""Holders that are shown one by one; the others are one line with their sum."""
+_NAME = 36
+
+
+def lines(record: Record, explanation: Explanation) -> Iterable[str]:
+    """The lines of the report on `explanation`, which is that of `record`."""
+    total = sum(each.bytes for each in explanation.holders)
+    yield from _categories(record, explanation, total)
+    yield ""
+    yield "What holds it (compiled; by category, module, source line and shape; * is any block)"
+    yield from holders_table(explanation.holders, total, "= live peak")
+    if explanation.host_holders:
+        host = sum(each.bytes for each in explanation.host_holders)
+        yield ""
+        yield "Host memory at its own live peak (compiled)"
+        yield from holders_table(explanation.host_holders, host, "= on the host")
+    if explanation.floor:
+        yield ""
+        yield from _floor(explanation.floor, total)
+    if explanation.advice:
+        yield ""
+        yield from _advice(explanation)
+
+
+def moment_text(moment: Moment) -> str:
+    """`backward, in blocks/mlp, at models/x.py:12 (f)`, as far as it is known."""
+    parts = [moment.phase if moment.phase != "unknown" else ""]
+    inside = moment.module or moment.block
+    parts += [f"in {inside}" if inside else "", f"at {moment.source}" if moment.source else ""]
+    return ", ".join(part for part in parts if part)
+
+
+def event_text(moment: Moment) -> str:
+    """`loop_fusion.114 of region_12.while_body, event 2,841 of 5,102`; "" where the program has no trace."""
+    if moment.event < 0:
+        return ""
+    return f"{moment.instruction} of {moment.computation}, event {moment.event:,} of {moment.events:,}"
+
+
+def shares_text(record: Record, explanation: Explanation) -> str:
+    """How much of the live peak's bytes is attributed, by category, module and source line."""
+    category = "-" if record.attributed_share is None else _percent(record.attributed_share)
+    return (
+        f"category {category}, module {_percent(explanation.module_share)}, "
+        f"source line {_percent(explanation.source_share)}"
+    )
+
+
+def shape_text(holder: Holder) -> str:
+    """The shape, with the number of buffers when there are several: `24 x bf16[8,768]`."""
+    return f"{holder.buffers:,} x {holder.shape}" if holder.buffers > 1 else holder.shape
+
+
+def split(holders: Sequence[Holder], largest: int = LARGEST) -> tuple[list[Holder], list[Holder]]:
+    """The holders that are shown one by one, and the rest; a rest of one is shown."""
+    ordered = sorted(holders, key=lambda each: -each.bytes)
+    return (ordered, []) if len(ordered) <= largest + 1 else (ordered[:largest], ordered[largest:])
+
+
+def holders_table(holders: Sequence[Holder], total: int, name: str) -> list[str]:
+    """A table of the largest holders, a line with the sum of the rest, and a line with the sum of all."""
+    shown, rest = split(holders)
+    remainder = sum(each.bytes for each in rest)
+    ends = [(f"{len(rest):,} more", remainder)] if rest else []
+    ends.append((name, total))
+    blank = ("",) * len(ends)
+    return table(
+        [
+            Column("category", (*(each.category for each in shown), *(label for label, _ in ends)), least=19),
+            Column("module", (*(each.module for each in shown), *blank), least=16),
+            Column("source", (*(each.source for each in shown), *blank), least=24),
+            Column("phase", (*(each.phase for each in shown), *blank)),
+            Column("shape", (*(shape_text(each) for each in shown), *blank), least=20),
+            Column(
+                "bytes",
+                (*(format_bytes(each.bytes) for each in shown), *(format_bytes(size) for _, size in ends)),
+                right=True,
+            ),
+            Column(
+                "share",
+                (*(_share(each.bytes, total) for each in shown), *(_share(size, total) for _, size in ends)),
+                right=True,
+            ),
+        ]
+    )
+
+
+def floor_parts(floor: Floor) -> list[tuple[str, int, str]]:
+    """What adds up to the floor: name, bytes, where."""
+    where = ", ".join(part for part in (floor.transient_phase, floor.transient_module) if part)
+    return [
+        ("arguments", floor.arguments, ""),
+        ("outputs", floor.outputs, ""),
+        ("constants", floor.constants, ""),
+        ("largest transient", floor.transient, f"in {where}" if where else ""),
+    ]
+
+
+def _categories(record: Record, explanation: Explanation, total: int) -> Iterable[str]:
+    phase = f", in {record.live_peak_phase}" if record.live_peak_phase not in (None, "", "unknown") else ""
+    if record.live_peak_bytes is None:
+        yield "What lives throughout (compiled; the live peak is not known: there is no heap trace of all temporaries)"
+    else:
+        yield f"Live peak (compiled: XLA's heap trace, replayed){phase}"
+    for name, count in sorted(record.categories.items(), key=lambda item: (-item[1], item[0])):
+        yield _row(name, format_bytes(count), f"{_share(count, total):>6}")
+    yield _row("= live peak" if record.live_peak_bytes is not None else "= throughout", format_bytes(total),
+               f"{total:,} bytes")  # fmt: skip
+    yield f"  attributed: {shares_text(record, explanation)}"
+    if moment := moment_text(explanation.peak):
+        yield from _wrapped("moment: ", moment)
+    if event := event_text(explanation.peak):
+        yield from _wrapped("        ", event)
+
+
+def _floor(floor: Floor, total: int) -> Iterable[str]:
+    yield "Floor (compiled: no policy can bring the live peak below; a bound, not a promise)"
+    for number, (name, count, where) in enumerate(floor_parts(floor)):
+        yield _row(f"{'+ ' if number else ''}{name}", format_bytes(count), where)
+    yield _row("= floor", format_bytes(floor.bytes), f"{_share(floor.bytes, total)} of the live peak")
+
+
+def _advice(explanation: Explanation) -> Iterable[str]:
+    yield "Next steps (by how much the need falls, each by itself, is an estimate)"
+    for number, advice in enumerate(explanation.advice, start=1):
+        yield _row(f"{number}. {advice.kind}", format_bytes(advice.bytes), advice.what)
+        yield from _wrapped("     ", advice.how)
+
+
+def _row(name: str, value: str, note: str = "") -> str:
+    """Like the rows of the other sections; a long note goes on below itself."""
+    start = f"  {name:<{_NAME}}{value:>14}"
+    if not note:
+        return start.rstrip()
+    return textwrap.fill(note, WIDTH, initial_indent=f"{start}  ", subsequent_indent=" " * (len(start) + 2),
+                         break_on_hyphens=False)  # fmt: skip
+
+
+def _wrapped(lead: str, text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=f"  {lead}", subsequent_indent=" " * (len(lead) + 2),
+                         break_on_hyphens=False)  # fmt: skip
+
+
+def _share(count: int, total: int) -> str:
+    return f"{count / total:.1%}" if total else "-"
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}"
