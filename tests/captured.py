@@ -1,7 +1,6 @@
 """Whole training steps of many kinds, compiled for described GPUs: what the analyzer has to explain."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -27,9 +26,13 @@ def compiled(step: Step, target: str | Target = H100, policy: str = "none", **op
     return compile_step(trace(step, where, get_policy(policy)), CompileOptions(**options))
 
 
+# Random bits are half of a tiny model's kernels, and compiling kernels is what takes the time.
+NO_DROPOUT: dict[str, Any] = {"dropout": 0.0, "attention_dropout": 0.0}
+
+
 def gpt(policy: str, *, target: str = H100, **options: Any) -> CompiledStep:
-    """The tiny GPT."""
-    return compiled(transformer.gpt(policy, size="tiny", platform="cuda", **options), target, policy)
+    """The tiny GPT, without dropout unless it is asked for."""
+    return compiled(transformer.gpt(policy, size="tiny", platform="cuda", **(NO_DROPOUT | options)), target, policy)
 
 
 def sharded(step: Step, mesh: str, place: Callable[[str, tuple[int, ...]], PartitionSpec]) -> CompiledStep:
@@ -117,33 +120,22 @@ def small_memory(memory: int) -> Target:
     return dataclasses.replace(target, chip=dataclasses.replace(target.chip, memory_bytes=memory))
 
 
+TINY_ON_GPU: dict[str, Any] = {"size": "tiny", "platform": "cuda", **NO_DROPOUT}
 CAPTURED: dict[str, Callable[[], CompiledStep]] = {
-    "scanned": lambda: gpt("none", stack="scan"),
+    "scanned": lambda: gpt("none", stack="scan", dropout=0.1),
     "unrolled": lambda: gpt("full", stack="unroll"),
     "fused-attention": lambda: gpt("attention_kernel_saveable", attention="fused"),
     "offload": lambda: gpt("minimal_offloaded"),
     "xla-remat": lambda: compiled(
-        transformer.gpt("none", size="tiny", platform="cuda", stack="unroll", batch=64),
-        small_memory(16 * 2**20),
-        xla_remat="on",
+        transformer.gpt("none", stack="unroll", batch=64, **TINY_ON_GPU), small_memory(16 * 2**20), xla_remat="on"
     ),
-    "two-devices": lambda: sharded(
-        transformer.gpt("full", size="tiny", platform="cuda", batch=8), "data=2", _data_parallel
-    ),
-    "eight-devices-fsdp": lambda: sharded(
-        transformer.gpt("full", size="tiny", platform="cuda", batch=8), "data=8", _fully_sharded
-    ),
+    "two-devices": lambda: sharded(transformer.gpt("full", batch=8, **TINY_ON_GPU), "data=2", _data_parallel),
+    "eight-devices-fsdp": lambda: sharded(transformer.gpt("full", batch=8, **TINY_ON_GPU), "data=8", _fully_sharded),
     "cpu": lambda: compiled(transformer.gpt("full", size="tiny"), "cpu", "full"),
-    "linen": lambda: compiled(linen.gpt_linen("full", size="tiny", platform="cuda", stack="unroll"), H100, "full"),
+    "linen": lambda: compiled(linen.gpt_linen("full", stack="unroll", **TINY_ON_GPU), H100, "full"),
     "llama": lambda: compiled(
-        transformer.llama("selective_attention", size="tiny", platform="cuda"), H100, "selective_attention"
+        transformer.llama("selective_attention", **(TINY_ON_GPU | {"dropout": 0.0})), H100, "selective_attention"
     ),
     "vision": lambda: compiled(vision()),
 }
 """One of each kind; called when a test asks."""
-
-
-@functools.cache
-def captured(name: str) -> CompiledStep:
-    """The compiled step of CAPTURED, compiled once in a process."""
-    return CAPTURED[name]()

@@ -3,6 +3,8 @@
 `case(seeds, number)` is the file of a case number, the same wherever it runs. `examine` is what is under test.
 """
 
+import dataclasses
+import json
 import math
 import random
 from collections.abc import Sequence
@@ -12,6 +14,9 @@ from fuzz_structured import CHANGES, Mutator
 from hlo_samples import CHIP, add, hand_made
 
 from remat_kit._errors import RematKitError
+from remat_kit._explain import explain
+from remat_kit._explanation import Explanation
+from remat_kit._hlo.anatomy import anatomy
 from remat_kit._hlo.heap import Heap, LiveBuffer, replay
 from remat_kit._hlo.module import Module
 from remat_kit._hlo.proto import parse
@@ -30,10 +35,12 @@ def examine(data: bytes) -> str:
         module = Module.from_proto(proto)
         heap = replay(proto)
         prediction = predict(module, CHIP)
+        explanation = explain(anatomy(module, proto, heap))
     except RematKitError:
         return REFUSED
     check_heap(heap)
     check_prediction(prediction)
+    check_explanation(explanation, heap)
     return ANSWERED
 
 
@@ -45,6 +52,20 @@ def check_heap(heap: Heap) -> None:
     assert heap.peak_bytes in (None, alive)
     assert heap.throughout_bytes == sum(heap.throughout.values())
     assert heap.host_peak_bytes in (None, sum(each.bytes for each in heap.host_live))
+
+
+def check_explanation(explanation: Explanation, heap: Heap) -> None:
+    """Its sums, and that it can be written down."""
+    alive = sum(each.bytes for each in heap.live)
+    assert sum(holder.bytes for holder in explanation.holders) == alive
+    assert 0.0 <= explanation.module_share <= 1.0
+    assert all(step.bytes >= 0 for step in explanation.advice)
+    if (line := explanation.timeline) is not None:
+        totals = [sum(column) for column in zip(*line.bytes.values(), strict=True)]
+        assert totals == [heap.timeline[event] for event in line.events]
+    if explanation.floor is not None:
+        assert explanation.floor.bytes <= alive
+    json.dumps(dataclasses.asdict(explanation))
 
 
 def check_stretches(buffers: Sequence[LiveBuffer], timeline: Sequence[int]) -> None:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from captured import H100, compiled, gpt, sharded
+from captured import H100, NO_DROPOUT, TINY_ON_GPU, compiled, gpt, sharded
 from jax.sharding import PartitionSpec
 
 from models import transformer
@@ -34,9 +34,11 @@ def assert_kept(before: Record, after: Record, advice: Advice) -> None:
 BIG_BATCH: dict[str, Any] = {"batch": 64, "seq": 128, "layers": 6}
 
 
-@pytest.mark.slow
 def test_recompute_the_blocks():
-    before, after = record_of(gpt("none", **BIG_BATCH)), record_of(gpt("full", **BIG_BATCH))
+    options = NO_DROPOUT | BIG_BATCH | {"size": "tiny"}
+    before, after = (
+        record_of(compiled(transformer.gpt(policy, **options), "cpu", policy)) for policy in ("none", "full")
+    )
     advice = first_advice(before)
     assert advice.kind == "recompute"
     assert "most of it blocks/" in advice.how
@@ -121,7 +123,7 @@ def test_chunk_the_loss_head():
 
 @pytest.mark.slow
 def test_shard_the_state():
-    options: dict[str, Any] = {"size": "tiny", "platform": "cuda", "width": 256, "vocabulary": 2048, "batch": 8}
+    options: dict[str, Any] = TINY_ON_GPU | {"width": 256, "vocabulary": 2048, "batch": 8}
     before = record_of(compiled(transformer.gpt("full", **options), H100, "full"))
 
     def place(path: str, shape: tuple[int, ...]) -> PartitionSpec:

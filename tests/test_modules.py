@@ -87,14 +87,18 @@ def test_a_fresh_profile_has_its_programs_inside(tmp_path):
 def test_a_profile_of_jax(tmp_path):
     import jax
 
-    square = jax.jit(lambda x: (x @ x).sum())
+    # A name of its own: a profile holds every program of the process.
+    def square_for_the_profile(x):
+        return (x @ x).sum()
+
+    square = jax.jit(square_for_the_profile)
     x = jax.numpy.ones((8, 8))
     square(x)
     with jax.profiler.trace(str(tmp_path)):
         square(x).block_until_ready()
-    module = choose(find_modules(tmp_path), "jit__lambda")
+    module = choose(find_modules(tmp_path), "jit_square_for_the_profile")
     assert module.path.name.endswith(".xplane.pb")
-    assert parse(read(module)).hlo_module.name == "jit__lambda"
+    assert parse(read(module)).hlo_module.name == "jit_square_for_the_profile"
 
 
 def test_a_file_that_changed_meanwhile(tmp_path):

@@ -32,13 +32,14 @@ def origin_bits(category: str) -> int:
 def infer_categories(module: Module) -> dict[int, str]:
     """Category of each entry parameter by what the program does with it, for a program without its step.
 
-    What only the update reads is optimizer state; what forward or backward read and the update changes (reads, or has
-    its place taken by a result) are parameters; what they read and nobody changes is the batch. A program without
+    What only the update reads is optimizer state; what forward or backward read and the update changes (a result takes
+    its place, or the update reads it and has a result of its type) are parameters; what they read and nobody changes is the batch. A program without
     forward and backward just has arguments.
     """
     structure = structure_of(module, {})
     flow = Flow(module)
     donated = {number for _, number, _ in module.input_output_alias}
+    results = {str(leaf) for _, leaf in module.entry.root.shape.leaves()}
     found = {}
     differentiated = {FORWARD, BACKWARD, RECOMPUTE} & set(structure.phases.values())
     for parameter in module.entry.parameters:
@@ -51,7 +52,8 @@ def infer_categories(module: Module) -> dict[int, str]:
         if not phases & differentiated:
             found[number] = OPTIMIZER_STATE if UPDATE in phases or number in donated else ARGUMENTS
         else:
-            found[number] = PARAMETERS if number in donated or UPDATE in phases else BATCH_CATEGORY
+            updated = number in donated or (UPDATE in phases and str(parameter.shape) in results)
+            found[number] = PARAMETERS if updated else BATCH_CATEGORY
     return found
 
 

@@ -175,13 +175,14 @@ class Attributor:
         in_block = maker.id in self.structure.blocks
         if not in_block and phase in (BACKWARD, RECOMPUTE) and self._is_stack_for_backward(shape, uses):
             return "saved activations"  # laid out anew, or cast, before backward's loop takes it layer by layer
+        outside = self._has_blocks and not in_block and not self.structure.layer_loops.keys() & uses.loops
         if phase == FORWARD:
-            head = self._has_blocks and not in_block and bits & AFTER_FORWARD_BLOCK
+            head = outside and bits & AFTER_FORWARD_BLOCK
             if read_in & {BACKWARD, RECOMPUTE}:
                 return "loss head" if head else "saved activations"
             return "loss head" if head else "forward workspace"
         if phase == BACKWARD:
-            head = self._has_blocks and not in_block and not bits & AFTER_BACKWARD_BLOCK and not uses.loops
+            head = outside and not bits & AFTER_BACKWARD_BLOCK
             return "loss head" if head else "backward workspace"
         if phase == RECOMPUTE:
             return "recompute workspace"

@@ -11,6 +11,10 @@ Index = tuple[int, ...]
 Value = tuple[Instruction, Index]
 """What an instruction puts at an index of its result."""
 
+_STEPS = 200
+"""Steps of all walks together, for each instruction of the program."""
+_VIEWS = 32
+"""Views of views that are looked through."""
 _PASSES_WHOLE = frozenset({"bitcast", "optimization-barrier", "opt-barrier", "domain", "add-dependency"})
 
 
@@ -50,6 +54,8 @@ class Flow:
             for called in caller.called
             for parameter in called.parameters
         }
+        # A program of a compiler is far from it; a file made to be hard is cut short, and less of it attributed.
+        self._steps_left = _STEPS * (len(module.instructions) + 1000)
         self._users: dict[int, tuple[dict[int, list[Instruction]], list[Instruction]]] = {}
         self._in_place: dict[int, dict[int, Index]] = {}
 
@@ -58,13 +64,14 @@ class Flow:
         found = Uses()
         seen = {(instruction.id, index)}
         stack = [(instruction, index)]
-        while stack:
+        while stack and self._steps_left > 0:
             at, where = stack.pop()
             for step in self._steps(at, where, found):
                 key = (step[0].id, step[1])
                 if key not in seen:
                     seen.add(key)
                     stack.append(step)
+            self._steps_left -= 1 + len(at.users)
         return found
 
     def _steps(self, at: Instruction, where: Index, found: Uses) -> list[Value]:
@@ -171,6 +178,8 @@ def places_written(instruction: Instruction) -> dict[int, Index]:
 
 def skip_bitcasts(instruction: Instruction) -> Instruction:
     """What `instruction` is another view of."""
-    while instruction.opcode in ("bitcast", "reshape") and instruction.operands:
+    for _ in range(_VIEWS):
+        if instruction.opcode not in ("bitcast", "reshape") or not instruction.operands:
+            break
         instruction = instruction.operands[0]
     return instruction

@@ -30,6 +30,9 @@ from remat_kit._hlo.allocations import HOST_COLOR, Fixed, allocations
 from remat_kit._hlo.events import NEXT, Line, Schedule, Trace, replayed
 
 
+_LARGEST = 2**63 - 1
+
+
 class LiveBuffer(NamedTuple):
     """One stretch of time in which a region of memory holds one value. A tuple, because there are very many.
 
@@ -172,6 +175,8 @@ def replay(proto: Any) -> Heap:
 
     timeline = tuple([throughout_bytes + live for live in device.live])
     peak = max(timeline, default=throughout_bytes)
+    if peak > _LARGEST:
+        raise RematKitError(f"the program holds {peak} bytes at once. {NEXT}")
     at = timeline.index(peak) if timeline else None
     unknown_device = any(color != HOST_COLOR for _, color in known.unknown)
     unknown_bytes = sum(size for size, _ in known.unknown)

@@ -10,6 +10,8 @@ from remat_kit._hlo.scope import module_path
 
 _REACH = 6
 """How many instructions away a name may come from. Nameless ones are copies and broadcasts beside a named one."""
+_INSIDE = 400
+"""Operations of one fusion that are asked for their name."""
 _DEPTH = 24
 """How many tuples, loops and writes in place a value is followed back through."""
 
@@ -195,7 +197,7 @@ def _inside(root: Instruction, index: tuple[int, ...]) -> tuple[Instruction, int
 def _backwards(start: Instruction) -> Iterator[Instruction]:
     """Operations of a fused computation from `start` back to its parameters, each once, nearest first."""
     frontier, seen = [start], {start.id}
-    while frontier:
+    while frontier and len(seen) < _INSIDE:
         yield from frontier
         following = []
         for each in frontier:

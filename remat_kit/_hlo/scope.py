@@ -19,8 +19,10 @@ _NOT_A_SCOPE = frozenset({
     "rematted_computation", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "pjit", "jit", "shard_map",
     "jvp", "transpose", "vmap", "while_body", "while_cond", "named_call", "xla_call", "fwd", "bwd", "lifted",
 })  # fmt: skip
+_WRAPPERS = frozenset({"jvp", "transpose", "vmap", "pmap", "linearize", "custom_jvp", "custom_vjp", "rematted"})
+_LONGEST = 128
+"""Parts of a name that are looked at: no model is as deep."""
 _BRANCH = re.compile(r"branch_\d+_fun$")
-_WRAPPED = re.compile(r"^(?:jvp|transpose|vmap|pmap|linearize|named|mapped|rematted|custom_jvp|custom_vjp)\((.*?)\)*$")
 _SCOPE = re.compile(r"[\w<>\-]+$")
 _NUMBERED = re.compile(r"^(.*?)_?(\d+)$")
 _KEY = re.compile(r"\[\\?['\"]([^'\"\\]*)\\?['\"]\]|\[(\d+)\]|\.?([^.\[\]]+)")
@@ -30,10 +32,11 @@ _KEY = re.compile(r"\[\\?['\"]([^'\"\\]*)\\?['\"]\]|\[(\d+)\]|\.?([^.\[\]]+)")
 def module_path(op_name: str) -> tuple[str, ...]:
     """The scopes of an instruction's name, outermost first; () when it has none."""
     path: list[str] = []
-    for part in op_name.split("/")[:-1]:
-        while match := _WRAPPED.match(part):
-            part = match[1]
-        part = part.partition(".")[0].rstrip(")")  # Linen's `Block_0.lifted` and `Block_0.__call__`
+    for part in op_name.split("/")[:-1][:_LONGEST]:
+        start = 0
+        while (end := part.find("(", start)) > 0 and part[start:end] in _WRAPPERS:
+            start = end + 1
+        part = part[start:].partition(".")[0].rstrip(")")  # Linen's `Block_0.lifted` and `Block_0.__call__`
         if part in _NOT_A_SCOPE or not _SCOPE.match(part) or _BRANCH.match(part):
             continue
         if not path or path[-1] != part:

@@ -3,7 +3,6 @@
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from remat_kit._hlo.module import Computation, Instruction, Module
 from remat_kit._hlo.scope import module_path, split_number
@@ -12,6 +11,12 @@ from remat_kit._phase import BACKWARD, FORWARD, RECOMPUTE
 UNKNOWN = "unknown"
 ARGUMENT = "argument"
 
+Bits = int | tuple[int, ...]
+"""Bits of a value; of a tuple, of each element."""
+
+_PASSED_ON = frozenset({"bitcast", "optimization-barrier", "opt-barrier", "async-done"})
+_TURNS = 16
+"""How often one computation runs at most. Bits only come on, so a few turns do; a hostile file could ask for more."""
 _CALLS = frozenset({"while", "call", "conditional", "async-start"})
 
 # What a value is made of, as bits. In backward everything that depends on an activation is a gradient.
@@ -39,7 +44,7 @@ class Structure:
     phases: dict[int, str] = field(default_factory=dict)
     blocks: dict[int, str] = field(default_factory=dict)
     layer_loops: dict[int, str] = field(default_factory=dict)
-    bits: dict[int, Any] = field(default_factory=dict)
+    bits: dict[int, Bits] = field(default_factory=dict)
 
 
 def structure_of(module: Module, origins: Mapping[int, int]) -> Structure:
@@ -47,7 +52,7 @@ def structure_of(module: Module, origins: Mapping[int, int]) -> Structure:
     computations = _running(module)
     found = Structure(_phases(module, computations))
     _find_blocks(module, computations, found)
-    _Origins(found, origins).run(module.entry, None)
+    _Origins(found, computations, origins).run(module.entry)
     return found
 
 
@@ -103,7 +108,6 @@ def named_phase(instruction: Instruction) -> str:
 
 def _find_blocks(module: Module, computations: Sequence[Computation], found: Structure) -> None:
     stacks = _numbered_stacks(module)
-    loops = _loops(computations)
     layer_loops = [
         each
         for computation in computations
@@ -113,29 +117,18 @@ def _find_blocks(module: Module, computations: Sequence[Computation], found: Str
     lengths = {each.trip_count for each in layer_loops if _takes_stacked_parameters(each)}
     # Backward's loop may take casts of the parameters that forward has stacked, so it is known by its length.
     named = {each.id: _name_of_loop(each) for each in layer_loops if not lengths or each.trip_count in lengths}
-    # Outermost first, and a loop inside a block belongs to the block.
+    # Outermost first, and what a loop runs belongs to the block of the loop.
+    inherited: dict[int, str] = {}
     for computation in reversed(computations):
-        around = next(
-            (found.layer_loops[loop.id] for loop in loops[computation.id] if loop.id in found.layer_loops), ""
-        )
+        around = inherited.get(computation.id, "")
         for each in computation.instructions:
             block = around or _block_in(module_path(each.op_name), stacks)
             if not block and each.id in named:
                 block = found.layer_loops[each.id] = named[each.id]
             if block:
                 found.blocks[each.id] = block
-
-
-def _loops(computations: Sequence[Computation]) -> dict[int, list[Instruction]]:
-    """The whiles around each computation, outermost first."""
-    loops: dict[int, list[Instruction]] = defaultdict(list)
-    for computation in reversed(computations):
-        around = loops[computation.id]
-        for each in computation.instructions:
-            for called in each.called:
-                if not called.is_fusion and not loops[called.id]:
-                    loops[called.id] = [*around, each] if each.opcode == "while" else around
-    return loops
+                if each.opcode in _CALLS:
+                    inherited.update((called.id, block) for called in each.called)
 
 
 def _is_layer_loop(loop: Instruction, phases: Mapping[int, str]) -> bool:
@@ -210,34 +203,53 @@ def _block_in(path: tuple[str, ...], stacks: frozenset[tuple[tuple[str, ...], st
 
 
 class _Origins:
-    """Carries bits from the parameters of the entry along the program. Loops are run until nothing changes."""
+    """Carries bits from the parameters of the entry along the program, until nothing changes.
 
-    def __init__(self, structure: Structure, origins: Mapping[int, int]) -> None:
+    A tuple has bits for each element; tuples in tuples are taken as one element. A computation runs again when what
+    it is given, or what something that it calls results in, has more bits than before.
+    """
+
+    def __init__(self, structure: Structure, computations: Sequence[Computation], origins: Mapping[int, int]) -> None:
         self.structure = structure
         self.origins = origins
+        # What is called runs before its caller, which would otherwise run again for each of them.
+        self.order = {each.id: position for position, each in enumerate(computations)}
+        self.computations = {each.id: each for each in computations}
+        self.arguments: dict[int, dict[int, Bits]] = defaultdict(dict)
+        self.results: dict[int, Bits] = {}
+        self.callers: dict[int, set[int]] = defaultdict(set)
+        self.dirty: set[int] = set()
 
-    def run(self, computation: Computation, arguments: list[Any] | None) -> Any:
-        """The bits of the computation's result for those of its arguments (None: the entry)."""
+    def run(self, entry: Computation) -> None:
+        """Fills `Structure.bits`."""
+        self.dirty.add(entry.id)
+        turns: Counter[int] = Counter()
+        while self.dirty:
+            identifier = min(self.dirty, key=self.order.__getitem__)
+            self.dirty.remove(identifier)
+            turns[identifier] += 1
+            if turns[identifier] > _TURNS:
+                continue
+            result = self._evaluate(self.computations[identifier], identifier == entry.id)
+            if result != self.results.get(identifier):
+                self.results[identifier] = result
+                self.dirty |= self.callers[identifier]
+
+    def _evaluate(self, computation: Computation, is_entry: bool) -> Bits:
         bits, phases, blocks = self.structure.bits, self.structure.phases, self.structure.blocks
+        given = self.arguments[computation.id]
         for each in computation.instructions:
             opcode = each.opcode
             if opcode == "parameter":
                 number = each.parameter_number
-                if arguments is None:
-                    value: Any = self.origins.get(number, BATCH)
-                else:
-                    value = arguments[number] if number < len(arguments) else 0
+                value: Bits = self.origins.get(number, BATCH) if is_entry else given.get(number, 0)
             elif opcode == "get-tuple-element":
-                value = bits[each.operands[0].id]
-                if isinstance(value, tuple):
-                    value = value[each.tuple_index] if each.tuple_index < len(value) else 0
+                value = bits_at(bits[each.operands[0].id], (each.tuple_index,))
             elif opcode == "tuple":
-                value = tuple([bits[operand.id] for operand in each.operands])
-            elif opcode == "while" and each.operands and each.called:
-                value = self._loop(each, bits[each.operands[0].id])
-            elif opcode == "call" and each.called:
-                value = self.run(each.called[0], [bits[operand.id] for operand in each.operands])
-            elif opcode in ("bitcast", "optimization-barrier", "opt-barrier") and len(each.operands) == 1:
+                value = tuple([flat_bits(bits[operand.id]) for operand in each.operands])
+            elif opcode in _CALLS and each.called:
+                value = self._call(each, computation)
+            elif opcode in _PASSED_ON and len(each.operands) == 1:
                 value = bits[each.operands[0].id]
             else:
                 value = 0
@@ -254,40 +266,51 @@ class _Origins:
             bits[each.id] = value
         return bits[computation.root.id]
 
-    def _loop(self, loop: Instruction, state: Any) -> Any:
-        body = loop.called[0]
-        for _ in range(4):  # Bits only come on; each turn hands them on by one element at least, in practice by all.
-            merged = _union(state, self.run(body, [state]))
-            if merged == state:
-                break
-            state = merged
-        for condition in loop.called[1:]:
-            self.run(condition, [state])
-        return state
+    def _call(self, call: Instruction, computation: Computation) -> Bits:
+        """Hands operands on to what is called, and takes what it results in so far."""
+        operands = [self.structure.bits[operand.id] for operand in call.operands]
+        value: Bits = operands[0] if call.opcode == "while" and operands else 0
+        for number, called in enumerate(call.called):
+            if called.id not in self.computations:
+                continue
+            self.callers[called.id].add(computation.id)
+            handed = operands[number + 1 : number + 2] if call.opcode == "conditional" else operands
+            given = self.arguments[called.id]
+            for position, bits in enumerate(handed):
+                merged = _union(given.get(position, 0), bits)
+                if merged != given.get(position):
+                    given[position] = merged
+                    self.dirty.add(called.id)
+            if called.id not in self.results:
+                self.dirty.add(called.id)
+            is_condition = call.opcode == "while" and number > 0
+            if not is_condition:
+                value = _union(value, self.results.get(called.id, 0))
+        return value
 
 
-def flat_bits(value: Any) -> int:
-    """The bits of a whole value, tuples included."""
+def flat_bits(value: Bits) -> int:
+    """The bits of a whole value."""
     if isinstance(value, int):
         return value
     total = 0
     for element in value:
-        total |= flat_bits(element)
+        total |= element
     return total
 
 
-def bits_at(value: Any, index: tuple[int, ...]) -> int:
+def bits_at(value: Bits, index: tuple[int, ...]) -> int:
     """The bits of the element at `index`."""
-    for position in index:
-        if isinstance(value, int) or position >= len(value):
-            break
-        value = value[position]
-    return flat_bits(value)
+    if isinstance(value, int):
+        return value
+    return value[index[0]] if index and index[0] < len(value) else flat_bits(value)
 
 
-def _union(left: Any, right: Any) -> Any:
-    if isinstance(left, int) and isinstance(right, int):
-        return left | right
+def _union(left: Bits, right: Bits) -> Bits:
     if isinstance(left, tuple) and isinstance(right, tuple) and len(left) == len(right):
-        return tuple(_union(one, other) for one, other in zip(left, right, strict=True))
+        return left if left == right else tuple([one | other for one, other in zip(left, right, strict=True)])
+    if isinstance(left, tuple) and right == 0:
+        return left
+    if isinstance(right, tuple) and left == 0:
+        return right
     return flat_bits(left) | flat_bits(right)

@@ -6,6 +6,7 @@ from remat_kit._hlo.matmul import matmul_of
 from remat_kit._hlo.module import Computation, Instruction, Module
 from remat_kit._phase import RECOMPUTE
 
+_MOST = 2**63 - 1
 _MATRIX_OPCODES = frozenset({"dot", "convolution", "custom-call"})
 
 
@@ -21,7 +22,8 @@ def executions(module: Module) -> dict[int, int]:
         for each in module.computations[identifier].instructions:
             for called in each.called:
                 if called.id in count and not called.is_fusion:
-                    count[called.id] += runs * (_trips(each) if each.opcode == "while" else 1)
+                    more = runs * (_trips(each) if each.opcode == "while" else 1)
+                    count[called.id] = min(count[called.id] + more, _MOST)
     return count
 
 
