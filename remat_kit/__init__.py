@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from remat_kit._compile import CompiledStep as CompiledStep
     from remat_kit._compile import CompileOptions as CompileOptions
     from remat_kit._compile import compile_step as compile_step
+    from remat_kit._diff import Diff as Diff
+    from remat_kit._diff import diff as diff
+    from remat_kit._effect import Effect as Effect
+    from remat_kit._effect import effect as effect
     from remat_kit._errors import CompileError as CompileError
     from remat_kit._errors import MeasurementError as MeasurementError
     from remat_kit._errors import OutputError as OutputError
@@ -20,6 +24,8 @@ if TYPE_CHECKING:
     from remat_kit._errors import RematKitError as RematKitError
     from remat_kit._errors import TargetError as TargetError
     from remat_kit._errors import WorkloadError as WorkloadError
+    from remat_kit._explanation import CATEGORIES as CATEGORIES
+    from remat_kit._explanation import Explanation as Explanation
     from remat_kit._measure import allocator_peak as allocator_peak
     from remat_kit._measure import check_gradients as check_gradients
     from remat_kit._measure import measure_interleaved as measure_interleaved
@@ -34,6 +40,7 @@ if TYPE_CHECKING:
     from remat_kit._policy import save as save
     from remat_kit._policy import save_kernels as save_kernels
     from remat_kit._policy import union as union
+    from remat_kit._program import analyze_file as analyze_file
     from remat_kit._record import Record as Record
     from remat_kit._step import Step as Step
     from remat_kit._step import Workload as Workload
@@ -49,6 +56,10 @@ _HOME = {
     "CompiledStep": "_compile",
     "CompileOptions": "_compile",
     "compile_step": "_compile",
+    "Diff": "_diff",
+    "diff": "_diff",
+    "Effect": "_effect",
+    "effect": "_effect",
     "CompileError": "_errors",
     "MeasurementError": "_errors",
     "OutputError": "_errors",
@@ -56,6 +67,8 @@ _HOME = {
     "RematKitError": "_errors",
     "TargetError": "_errors",
     "WorkloadError": "_errors",
+    "CATEGORIES": "_explanation",
+    "Explanation": "_explanation",
     "allocator_peak": "_measure",
     "check_gradients": "_measure",
     "measure_interleaved": "_measure",
@@ -70,6 +83,7 @@ _HOME = {
     "save": "_policy",
     "save_kernels": "_policy",
     "union": "_policy",
+    "analyze_file": "_program",
     "Record": "_record",
     "Step": "_step",
     "Workload": "_step",

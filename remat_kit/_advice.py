@@ -7,17 +7,19 @@ promise should be kept to 80% or better; the tests do that for three models.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from remat_kit._explanation import Advice
 from remat_kit._hlo.anatomy import Anatomy
-from remat_kit._hlo.attribution import Attribution
+from remat_kit._hlo.attribution import Attribution, element_of
+from remat_kit._hlo.flow import Value
 from remat_kit._hlo.heap import LiveBuffer
 from remat_kit._hlo.line import Line
 from remat_kit._hlo.module import Instruction
-from remat_kit._phase import BACKWARD, FORWARD, RECOMPUTE
+from remat_kit._hlo.structure import PARAMETER, STATE, bits_at
+from remat_kit._phase import BACKWARD, FORWARD, RECOMPUTE, UPDATE
 from remat_kit._units import format_bytes
 
 CHUNKS = 8
@@ -27,6 +29,10 @@ DEVICES = 8
 _LEAST = 0.01
 """A step that lowers the live peak by a smaller share is not worth a line."""
 _COUNT = 3
+_VIEWS = 16
+"""Tuples and views that are looked through for what makes a result."""
+_GPU_NOTE = b'"operation_queue_id"'
+"""What XLA:GPU writes into the backend config of what it launches."""
 _STATE = frozenset({"parameters", "optimizer state", "gradients"})
 
 
@@ -34,8 +40,8 @@ def advise(found: Anatomy, line: Line) -> tuple[Advice, ...]:
     """At most three steps, the one with the most bytes first; () where the program has no heap trace."""
     if found.heap.peak_event is None:
         return ()
-    steps = [*_donate(found)]
-    for trial in (_recompute, _offload, _chunk, _shard):
+    steps: list[Advice] = []
+    for trial in (_donate, _recompute, _offload, _chunk, _shard):
         steps += trial(found, line)
     least = _LEAST * (found.heap.peak_bytes or 0)
     worth = [step for step in steps if step.bytes >= least]
@@ -47,34 +53,101 @@ def _promise(line: Line, lowered: np.ndarray) -> int:
     return int(line.bytes.sum(axis=0).max() - lowered.max())
 
 
-def _donate(found: Anatomy) -> Iterator[Advice]:
-    """Results that could take the place of an argument of the same type, which nothing asks them to."""
+def _donate(found: Anatomy, line: Line) -> Iterator[Advice]:
+    """Results that could take the place of the argument that they are a new version of, which nothing asks them to.
+
+    Not those of a batch, nor gradients in the place of their parameters: the caller still needs these.
+    """
     module = found.module
     placed = {index for index, _, _ in module.input_output_alias}
     given = {number for _, number, _ in module.input_output_alias}
-    free = Counter(
-        (str(parameter.shape), found.attributor.arguments[parameter.parameter_number].category)
-        for parameter in module.entry.parameters
-        if parameter.parameter_number not in given and parameter.parameter_number in found.attributor.arguments
-    )
-    by_shape: dict[str, list[str]] = defaultdict(list)
-    for (shape, category), count in sorted(free.items()):
-        by_shape[shape] += [category] * count
+    free: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for parameter in module.entry.parameters:
+        known = found.attributor.arguments.get(parameter.parameter_number)
+        if parameter.parameter_number not in given and known is not None and known.role != "batch":
+            free[str(parameter.shape), known.role].append(known.category)
+    bits = found.structure.bits.get(module.entry.root.id, 0)
     total = 0
     owners: Counter[str] = Counter()
+    replaced = []
     for index, leaf in module.entry.root.shape.leaves():
-        if index not in placed and by_shape.get(str(leaf)):
-            owners[by_shape[str(leaf)].pop()] += leaf.bytes
-            total += leaf.bytes
-    if total:
+        made_of = bits_at(bits, index)
+        roles = ("parameters",) * bool(made_of & PARAMETER) + ("optimizer state",) * bool(made_of & STATE)
+        for role in (*roles, "arguments"):
+            if index not in placed and free.get((str(leaf), role)):
+                owners[free[str(leaf), role].pop()] += leaf.bytes
+                total += leaf.bytes
+                replaced.append(index)
+                break
+    promise = _promise_of_donation(found, line, total, replaced) if total else 0
+    if promise > 0:
         names = " and ".join(name for name, _ in owners.most_common())
         yield Advice(
             "donate",
             names,
-            total,
-            f"donate the {names} (donate_argnums of jax.jit, Step.donate): the results of the same types take their "
-            f"place, {format_bytes(total)} less",
+            promise,
+            f"donate the {names} (donate_argnums of jax.jit, Step.donate): results of {format_bytes(total)} take their "
+            f"place, {format_bytes(promise)} less at the live peak",
         )
+
+
+def _promise_of_donation(found: Anatomy, line: Line, total: int, results: Sequence[tuple[int, ...]]) -> int:
+    """By how much the highest point falls without the memory of some results, of `total` bytes.
+
+    What is in it before they are has to be somewhere else then, gradients that something else than the results reads
+    above all: their norm, say. One that only its results read can be used up at once.
+    """
+    entry = found.module.entry
+    place = {each.id: number for number, each in enumerate(entry.schedule)}
+    before = np.zeros(len(place) + 1, np.int64)  # the most that is alive while each instruction runs
+    current, last = 0, found.heap.throughout_bytes
+    for event, alive in enumerate(found.heap.timeline):
+        at = line.instruction(event)
+        now = max(place.get(at.id, current) if at else current, current)
+        before[current + 1 : now + 1] = last
+        before[now] = max(before[now], alive)
+        current, last = now, alive
+    before[current + 1 :] = last
+    made = {index: _element(entry.root, index) for index in results}
+    finals = {value[0].id for value in made.values()}
+    regions = {}
+    for buffer in found.buffers:
+        if buffer.kind == "live_out":
+            regions.update({_key(found.makers[member]): buffer for member in buffer.group if member in found.makers})
+    changes = np.zeros(len(place) + 2, np.int64)
+    for result in made.values():
+        region = regions.get(_key(result))
+        guests = [found.makers[member] for member in region.group if member in found.makers] if region else []
+        for maker, where in guests:
+            if maker.id not in place or maker.id in finals or maker.opcode in ("parameter", "tuple"):
+                continue
+            uses = found.attributor.flow.uses(maker, where)
+            readers = {*uses.readers, *uses.writes, *uses.loops} & place.keys()
+            if found.structure.phases.get(maker.id) == UPDATE or readers - finals:
+                size = element_of(maker.shape, where).bytes
+                changes[place[maker.id]] += size
+                changes[max([place[maker.id], *(place[each] for each in readers)]) + 1] -= size
+    after = before - total + changes.cumsum()[: len(before)]
+    return int(before.max() - after.max())
+
+
+def _key(value: Value) -> tuple[int, tuple[int, ...]]:
+    return value[0].id, value[1]
+
+
+def _element(root: Instruction, index: tuple[int, ...]) -> Value:
+    """What makes one of the results."""
+    at, index = root, tuple(index)
+    for _ in range(_VIEWS):
+        if at.opcode == "tuple" and index and index[0] < len(at.operands):
+            at, index = at.operands[index[0]], index[1:]
+        elif at.opcode == "get-tuple-element":
+            at, index = at.operands[0], (at.tuple_index, *index)
+        elif at.opcode == "bitcast" and at.operands:
+            at = at.operands[0]
+        else:
+            break
+    return at, index
 
 
 def _is_block_activation(known: Attribution) -> bool:
@@ -107,7 +180,7 @@ def _recompute(found: Anatomy, line: Line) -> Iterator[Advice]:
 
 def _offload(found: Anatomy, line: Line) -> Iterator[Advice]:
     """Move the largest kind of saved activation to the host; about two layers of it stay on the device in transit."""
-    if found.module.entry.parameters and _is_cpu(found):
+    if not _is_for_gpu(found):
         return
     at, layers = found.heap.peak_event or 0, _layers(found)
     if layers < 2:
@@ -133,7 +206,17 @@ def _offload(found: Anatomy, line: Line) -> Iterator[Advice]:
 
 def _chunk(found: Anatomy, line: Line) -> Iterator[Advice]:
     """Compute logits and loss in parts of the batch or sequence, each recomputed in backward."""
-    head = line.series(lambda _, known: known.category == "loss head")
+    loops = _chunk_loops(found)
+    inside = {each.id for loop in loops.values() for each in loop.called[0].instructions}
+
+    def is_whole(buffer: LiveBuffer, known: Attribution) -> bool:
+        if known.category != "loss head" or buffer.instruction_id in inside:
+            return False
+        maker = found.module.instructions.get(buffer.instruction_id)
+        uses = found.attributor.flow.uses(maker, buffer.shape_index).loops.keys() if loops and maker else ()
+        return not loops.keys() & {buffer.instruction_id, *uses}
+
+    head = line.series(is_whole)
     if not head.any():
         return
     # The gradient of the head's matrix is summed up over the chunks, so it is there from the first one on.
@@ -150,6 +233,18 @@ def _chunk(found: Anatomy, line: Line) -> Iterator[Advice]:
             f"compute logits and loss in {CHUNKS} chunks of the positions (jax.lax.scan over a jax.checkpoint of "
             f"head and loss): {format_bytes(int(head[at]))} are alive for it at the live peak, most of it {largest[1]}",
         )
+
+
+def _chunk_loops(found: Anatomy) -> dict[int, Instruction]:
+    """Loops that are all forward or all backward, and not over layers: what is in them is cut into parts already."""
+    structure = found.structure
+    loops = {}
+    for each in found.module.instructions.values():
+        if each.opcode == "while" and each.called and (each.trip_count or 0) > 1 and each.id not in structure.blocks:
+            seen = {structure.phases.get(inner.id) for inner in each.called[0].instructions}
+            if (FORWARD in seen) != bool(seen & {BACKWARD, RECOMPUTE}):
+                loops[each.id] = each
+    return loops
 
 
 def _shard(found: Anatomy, line: Line) -> Iterator[Advice]:
@@ -186,8 +281,10 @@ def _largest(found: Anatomy, at: int, choose) -> tuple[str, str] | None:
 
 def _layers(found: Anatomy) -> int:
     """How many times the blocks repeat: the trips of the layers' loop, or the number of unrolled blocks."""
-    trips = [found.module.instructions[loop].trip_count or 1 for loop in found.structure.layer_loops]
-    return max([*trips, len(set(found.structure.blocks.values()))])
+    structure = found.structure
+    trips = [found.module.instructions[loop].trip_count or 1 for loop in structure.layer_loops]
+    in_segments = max(structure.inner_loops.values(), default=1)
+    return max([*(each * in_segments for each in trips), len(set(structure.blocks.values()))])
 
 
 def _saved_bytes_per_layer(found: Anatomy, layers: int, saved: np.ndarray) -> float:
@@ -225,6 +322,6 @@ def _changed_state_bytes(loop: Instruction) -> int:
     return total
 
 
-def _is_cpu(found: Anatomy) -> bool:
-    """Whether the program was compiled for the CPU backend, on which offloaded bytes stay the device's."""
-    return any("cpu" in each.custom_call_target.lower() for each in found.module.instructions.values())
+def _is_for_gpu(found: Anatomy) -> bool:
+    """Whether XLA:GPU compiled the program: on the CPU backend, offloaded bytes stay the device's."""
+    return any(_GPU_NOTE in each.backend_config for each in found.module.instructions.values())

@@ -171,6 +171,13 @@ def inspect_workload(asked: tuple[str, tuple[tuple[str, Any], ...], str, str | N
     return Inspected(target.name, target.chip.platform, target.mesh, tuple(sorted(digests.items())))
 
 
+def compile_cell(cell: Cell, target_name: str | None = None) -> "CompiledStep":
+    """The step of the cell, traced and compiled for the cell's target, or for another."""
+    from remat_kit._compile import compile_step
+
+    return compile_step(_traced(cell, cell.policy, target_name or cell.target), cell.compile_options)
+
+
 def run_cell(cell: Cell) -> Record:
     """The row of the cell: the step traced, compiled for the target, and analyzed."""
     from remat_kit._analyze import analyze
@@ -178,7 +185,7 @@ def run_cell(cell: Cell) -> Record:
     from remat_kit._step import Workload
 
     workload, policy = Workload(cell.workload, cell.options), get_policy(cell.policy)
-    return analyze(_compiled(cell, cell.policy, cell.target), workload=workload, policy=policy)
+    return analyze(compile_cell(cell), workload=workload, policy=policy)
 
 
 def run_cell_and_tell_sources(cell: Cell) -> Iterator[Record | dict[str, Any]]:
@@ -220,7 +227,7 @@ def measure_cells(cells: Sequence[Cell]) -> Iterator[dict[str, Any]]:
     for cell in cells:
         yield {"running": cell.key}
         try:
-            step = _compiled(cell, cell.policy, "attached")
+            step = compile_cell(cell, "attached")
             check_can_repeat(step.traced.step)
             if expected is not None:
                 check_gradients(step.traced, reference, expected=expected)
@@ -255,7 +262,7 @@ def measure_peak(cell: Cell) -> dict[str, Any]:
     """
     from remat_kit._measure import allocator_peak, real_args
 
-    step = _compiled(cell, cell.policy, "attached")
+    step = compile_cell(cell, "attached")
     return {"measured_peak_bytes": allocator_peak(step, real_args(step.traced.step))}
 
 
@@ -269,9 +276,3 @@ def _traced(cell: Cell, policy_name: str, target_name: str) -> "TracedStep":
     policy, target = get_policy(policy_name), get_target(target_name, mesh)
     step = Workload(cell.workload, cell.options).build(policy, target.chip.platform)
     return trace(step, target, policy)
-
-
-def _compiled(cell: Cell, policy_name: str, target_name: str) -> "CompiledStep":
-    from remat_kit._compile import compile_step
-
-    return compile_step(_traced(cell, policy_name, target_name), cell.compile_options)

@@ -1,7 +1,8 @@
 """What changed between two records: which holders of the live peak grew, shrank, came or went, and what else differs.
 
-Rows are matched by what stays from one version of a program to the next: category, module, source line, shape. XLA's
-names of instructions, which change with every compile, are never looked at.
+Rows are matched by what stays from one version of a program to the next: category, module, source line, shape. What
+then is on one side only is matched once more without the dimensions of its shape, for another batch, and then without
+its module, for another name. XLA's names of instructions, which change with every compile, are never looked at.
 """
 
 import dataclasses
@@ -47,6 +48,7 @@ class RowChange:
     Attributes:
       category, module, shape: of the key; source: the line, of the later side where it has one.
       before_bytes, after_bytes: on each side; before_buffers, after_buffers: how many buffers that is.
+      before_module, before_shape: of the earlier side where they were others, "" where they are the same.
     """
 
     category: str
@@ -57,6 +59,8 @@ class RowChange:
     after_bytes: int
     before_buffers: int
     after_buffers: int
+    before_module: str = ""
+    before_shape: str = ""
 
     @property
     def difference(self) -> int:
@@ -64,8 +68,22 @@ class RowChange:
         return self.after_bytes - self.before_bytes
 
     @property
+    def modules(self) -> str:
+        """`mlp`, or `mlp -> ffn`."""
+        return f"{self.before_module} -> {self.module}" if self.before_module else self.module
+
+    @property
+    def shapes(self) -> str:
+        """`f32[8,512]`, or `f32[8->16,512]`."""
+        old, new = _SHAPE.fullmatch(self.before_shape), _SHAPE.fullmatch(self.shape)
+        if old is None or new is None:
+            return f"{self.before_shape} -> {self.shape}" if self.before_shape else self.shape
+        pairs = zip(old["sizes"].split(","), new["sizes"].split(","), strict=True)
+        return f"{new['type']}[{','.join(b if a == b else f'{a}->{b}' for a, b in pairs)}]"
+
+    @property
     def kind(self) -> str:
-        """came, went, grew or shrank; "same" when only the number of buffers differs."""
+        """came, went, grew or shrank; "same" when something else differs: the number of buffers, the module's name."""
         if not self.before_buffers:
             return "came"
         if not self.after_buffers:
@@ -230,7 +248,9 @@ def _settings(before: Record, after: Record) -> Iterable[Change]:
 
 
 _Key = tuple[str, str, str, str]
+_Pair = tuple[_Key | None, _Key | None]
 _NOWHERE = ("", "", "", "")
+_SHAPE = re.compile(r"(?P<type>\w+)\[(?P<sizes>\d+(?:,\d+)*)\]")
 _SOURCE = re.compile(r"(?P<file>.*):(?P<line>\d+)(?P<function> \(.*\))?")
 
 
@@ -238,9 +258,10 @@ def _rows(before: Iterable[Holder], after: Iterable[Holder]) -> tuple[RowChange,
     """The rows that changed. Holders with one key are one row, whatever their phase."""
     left, right = _by_key(before), _by_key(after)
     found = []
-    for old, new in _pairs(left, right):
+    for old, new in _changed(_pairs(left, right)):
         here, there = left[old] if old else [], right[new] if new else []
-        category, module, source, shape = new or old or _NOWHERE
+        category, module, _, shape = new or old or _NOWHERE
+        source = next((each.source for each in (*there, *here) if each.source), "")
         row = RowChange(
             category,
             module,
@@ -250,20 +271,30 @@ def _rows(before: Iterable[Holder], after: Iterable[Holder]) -> tuple[RowChange,
             after_bytes=sum(each.bytes for each in there),
             before_buffers=sum(each.buffers for each in here),
             after_buffers=sum(each.buffers for each in there),
+            before_module=old[1] if old and new and old[1] != module else "",
+            before_shape=old[3] if old and new and old[3] != shape else "",
         )
-        if (row.before_bytes, row.before_buffers) != (row.after_bytes, row.after_buffers):
+        same = (row.before_bytes, row.before_buffers) == (row.after_bytes, row.after_buffers)
+        if not same or row.before_module or row.before_shape:
             found.append(row)
-    return tuple(sorted(found, key=lambda row: (-abs(row.difference), row.category, row.module, row.source, row.shape)))
+    return tuple(sorted(found, key=_largest_first))
+
+
+def _largest_first(row: RowChange) -> tuple[Any, ...]:
+    largest = -max(row.before_bytes, row.after_bytes)
+    return -abs(row.difference), largest, row.category, row.module, row.source, row.shape
 
 
 def _by_key(holders: Iterable[Holder]) -> dict[_Key, list[Holder]]:
     found: dict[_Key, list[Holder]] = defaultdict(list)
     for each in holders:
-        found[each.category, each.module, each.source, each.shape].append(each)
+        # An argument is its path; the line that uses it first is another with every policy.
+        source = "" if each.phase == "argument" else each.source
+        found[each.category, each.module, source, each.shape].append(each)
     return found
 
 
-def _pairs(before: Iterable[_Key], after: Iterable[_Key]) -> Iterable[tuple[_Key | None, _Key | None]]:
+def _pairs(before: Iterable[_Key], after: Iterable[_Key]) -> Iterable[_Pair]:
     """The keys of both sides in pairs, with None for what only one side has.
 
     An edit above a line moves it, so lines are told apart only within one function of one file with one category,
@@ -290,6 +321,50 @@ def _pairs(before: Iterable[_Key], after: Iterable[_Key]) -> Iterable[tuple[_Key
         yield from zip(old[:shared], new[:shared], strict=True)
         yield from ((key, None) for key in old[shared:])
         yield from ((None, key) for key in new[shared:])
+
+
+def _changed(pairs: Iterable[_Pair]) -> Iterable[_Pair]:
+    """The pairs, with what is on one side only paired with what it became: other dimensions, or another module.
+
+    It must be of the same line, and have no other to be mixed up with: of other dimensions there are as many on both
+    sides, and they keep their order; of another module it is the only one on both sides.
+    """
+    single: list[_Pair] = []
+    for pair in pairs:
+        if pair[0] and pair[1]:
+            yield pair
+        else:
+            single.append(pair)
+    for alike, most in ((_without_sizes, len(single)), (_without_module, 1)):
+        groups: dict[Any, tuple[list[_Key], list[_Key]]] = defaultdict(lambda: ([], []))
+        for old, new in single:
+            for keys, key in zip(groups[alike(old or new or _NOWHERE)], (old, new), strict=True):
+                if key:
+                    keys.append(key)
+        single = []
+        for olds, news in groups.values():
+            if len(olds) == len(news) <= most:
+                yield from zip(sorted(olds, key=_order), sorted(news, key=_order), strict=True)
+            else:
+                single += [(key, None) for key in olds] + [(None, key) for key in news]
+    yield from single
+
+
+def _without_sizes(key: _Key) -> tuple[Any, ...]:
+    """The key with type and rank in the place of the shape."""
+    category, module, shape, *place = _without_line(key)
+    match = _SHAPE.fullmatch(shape)
+    return category, module, *((match["type"], match["sizes"].count(",")) if match else (shape,)), *place, _line(key)
+
+
+def _without_module(key: _Key) -> tuple[Any, ...]:
+    category, _, *rest = _without_line(key)
+    return category, *rest, _line(key)
+
+
+def _order(key: _Key) -> tuple[Any, ...]:
+    match = _SHAPE.fullmatch(key[3])
+    return [int(size) for size in match["sizes"].split(",")] if match else [], key
 
 
 def _without_line(key: _Key) -> tuple[str, ...]:

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from remat_kit._errors import RematKitError
-from remat_kit._reasons import CHECKS, MOVABLE, REASONS, WASTED, Pair, at_peak, change, order, signed, unexplained
+from remat_kit._explanation import MOVABLE
+from remat_kit._reasons import CHECKS, REASONS, WASTED, Pair, at_peak, change, in_order, signed, unexplained
 from remat_kit._record import Record
 from remat_kit._units import format_bytes, format_flops
 
@@ -58,13 +59,12 @@ def effect(record: Record, base: Record) -> Effect:
                 "Give two rows that were compiled."
             )
     pair = Pair(record, base)
-    codes = order(pair)
-    said = {code: text for code in codes if (text := CHECKS[code](pair))}
-    if not pair.is_small and pair.need < 0:
+    said = {code: text for code in in_order(pair) if (text := CHECKS[code](pair))}
+    if not pair.is_small and pair.need_change < 0:
         code, text = HELPED, _helped(pair)
     elif pair.is_small and pair.recomputes_less:
         code = HELPED
-        text = f"needs what {base.policy} needs and computes {format_flops(-pair.recompute)} less again"
+        text = f"needs what {base.policy} needs and computes {format_flops(-pair.recompute_change)} less again"
     elif not pair.is_small:
         code = TRADED if pair.recomputes_less else HURT
         text = _needs_more(pair)
@@ -76,11 +76,11 @@ def effect(record: Record, base: Record) -> Effect:
         others = [REASONS[other] for other in said if other != code]
         text = _sentences(said[code], f"Also: {'; '.join(others)}" if others else "")
         words = f"{NO_EFFECT}: {text}"
-        return Effect(code, words, pair.need, _peak_change(pair), tuple(said))
+        return Effect(code, words, pair.need_change, _peak_change(pair), tuple(said))
     mentioned = {name: words for name, words in said.items() if name in (_OF_HURT if code == HURT else _OF_HELP)}
     found = f"Found: {'. '.join(mentioned.values())}" if mentioned else ""
     words = f"{code}: {_sentences(text, found)}"
-    return Effect(code, words, pair.need, _peak_change(pair), tuple(mentioned))
+    return Effect(code, words, pair.need_change, _peak_change(pair), tuple(mentioned))
 
 
 def with_effects(records: Sequence[Record]) -> list[Record]:
@@ -90,13 +90,13 @@ def with_effects(records: Sequence[Record]) -> list[Record]:
     """
     bases: dict[str, Record] = {}
     for policy in ("full", "none"):  # the later one wins
-        bases |= {_kind(each): each for each in records if each.policy == policy and _is_known(each)}
+        bases |= {_step_of(each): each for each in records if each.policy == policy and _is_known(each)}
     return [
         replace(each, effect=effect(each, base).text if base is not None and base is not each else None)
         if _is_known(each)
         else each
         for each in records
-        for base in (bases.get(_kind(each)),)
+        for base in (bases.get(_step_of(each)),)
     ]
 
 
@@ -105,7 +105,9 @@ def is_without_use(text: str | None) -> bool:
     return bool(text) and text.startswith((f"{NO_EFFECT}:", f"{HURT}:"))
 
 
-def _kind(record: Record) -> str:
+def _step_of(record: Record) -> str:
+    """What rows have in common that may be compared: all but the policy and its results."""
+    # That XLA's pass fired is a result, that it was allowed is not.
     asked = "off" if record.xla_remat == "off" else "on"
     return repr((record.workload, record.options, record.target, record.mesh, record.gemm_backend, asked,
                  record.compile_options))  # fmt: skip
@@ -121,13 +123,13 @@ def _is_known(record: Record) -> bool:
 def _helped(pair: Pair) -> str:
     record, base = pair.record, pair.base
     parts = [f"needs {_part(pair)} less than {base.policy}"]
-    if pair.saved:
+    if pair.saved_change:
         parts.append(_kept(pair))
-        if pair.saved < 0 and (holders := _changes(record, base, -1)):
+        if pair.saved_change < 0 and (holders := _changes(record, base, -1)):
             parts.append(f"At the peak: {holders}")
-    if pair.recompute > 0:
-        model = f", {pair.recompute / record.model_flops:.1%} of the model" if record.model_flops else ""
-        parts.append(f"Costs {format_flops(pair.recompute)} of recomputation{model}")
+    if pair.recompute_change > 0:
+        model = f", {pair.recompute_change / record.model_flops:.1%} of the model" if record.model_flops else ""
+        parts.append(f"Costs {format_flops(pair.recompute_change)} of recomputation{model}")
     if record.explanation:
         parts.append(f"The live peak now is {at_peak(record.explanation)}")
     return _sentences(*parts)
@@ -137,8 +139,8 @@ def _needs_more(pair: Pair) -> str:
     record, base = pair.record, pair.base
     parts = [f"needs {_part(pair)} more than {base.policy}"]
     if pair.recomputes_less:
-        parts[0] += f" and computes {format_flops(-pair.recompute)} less again"
-    if pair.saved:
+        parts[0] += f" and computes {format_flops(-pair.recompute_change)} less again"
+    if pair.saved_change:
         parts.append(_kept(pair))
     kept = sum(each.kept_bytes for each in record.checkpoints)
     if kept:
@@ -174,8 +176,8 @@ def _changes(record: Record, base: Record, sign: int) -> str:
 
 
 def _part(pair: Pair) -> str:
-    share = f" ({abs(pair.need) / pair.base.need_bytes:.1%})" if pair.base.need_bytes else ""
-    return f"{format_bytes(abs(pair.need))}{share}"
+    share = f" ({abs(pair.need_change) / pair.base.need_bytes:.1%})" if pair.base.need_bytes else ""
+    return f"{format_bytes(abs(pair.need_change))}{share}"
 
 
 def _sentences(*parts: str) -> str:

@@ -31,6 +31,9 @@ CATEGORIES: Mapping[str, str] = {
 """Every category of a byte at the live peak with its meaning, in the order of a legend. An argument that Step.labels
 names otherwise has its label as a category of its own."""
 
+MOVABLE = frozenset({"saved activations", "recompute workspace"})
+"""Categories that are up to a policy."""
+
 
 @dataclass(frozen=True)
 class Moment:
@@ -256,9 +259,9 @@ class Checkpoint:
         has its own.
       forward_share: of the model's forward FLOPs, the share that one execution of one region computes again.
       backward_share: of its backward FLOPs, the share that is inside: how much of the model one region holds.
-      in_scan: length of the differentiated scans that they are in; 0 outside of scans.
-      scan_length: length of the longest scan inside; 0 without one.
-      nested: how many regions are inside one.
+      outer_scan_length: length of the differentiated scans that they are in; 0 outside of scans.
+      inner_scan_length: length of the longest scan inside; 0 without one.
+      inner_regions: how many regions are inside one.
       recomputed_operations: how many operations of any kind one of them runs again.
       kept_values: how many values one of them takes from forward because its policy keeps them; kept_bytes: all.
       tags: names in forward that the policy keeps.
@@ -272,9 +275,9 @@ class Checkpoint:
     recompute_flops: int
     forward_share: float
     backward_share: float
-    in_scan: int
-    scan_length: int
-    nested: int
+    outer_scan_length: int
+    inner_scan_length: int
+    inner_regions: int
     recomputed_operations: int
     kept_values: int
     kept_bytes: int

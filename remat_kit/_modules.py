@@ -19,6 +19,7 @@ from remat_kit._units import format_bytes
 _DUMP, _PROGRAM, _PROFILE = ".hlo.pb", ".hlo_proto.pb", ".xplane.pb"
 _BEFORE = "before_optimizations"
 _GZIP = b"\x1f\x8b"
+_NAMED = 20  # modules that an error names
 _WANTED = (
     "Give the *after_optimizations.hlo.pb that XLA writes with xla_dump_to=DIR and xla_dump_hlo_as_proto=True, "
     "a *.hlo_proto.pb or *.xplane.pb of a profile, or a folder of such files."
@@ -64,6 +65,10 @@ def find_modules(path: Path | str) -> tuple[ModuleFile, ...]:
         if not found:
             raise RematKitError(f"the folder {path} holds no program.{_instead(path)} {_WANTED}")
     else:
+        if not path.is_file():
+            raise RematKitError(
+                f"{path} is a pipe or a device, which cannot be read twice. Write it to a file. {_WANTED}"
+            )
         found = _read(path)
         if not found:
             raise RematKitError(f"{path} is a profile in which no program ran. Take it around a step. {_WANTED}")
@@ -92,10 +97,10 @@ def choose(modules: Sequence[ModuleFile], name: str | None = None) -> ModuleFile
     if found:
         raise RematKitError(
             f"--module {name!r} fits {len(found)} modules. Give more of the name, or one of these files in the place "
-            f"of the folder:\n{listing(found, None)}"
+            f"of the folder:\n{listing(found, None, _NAMED)}"
         )
     hint = did_you_mean(name, [each.name for each in usable])
-    raise RematKitError(f"there is no module {name!r}.{hint} There are:\n{listing(usable, None)}")
+    raise RematKitError(f"there is no module {name!r}.{hint} There are:\n{listing(usable, None, _NAMED)}")
 
 
 def read(module: ModuleFile) -> bytes:
@@ -111,14 +116,29 @@ def read(module: ModuleFile) -> bytes:
     raise RematKitError(f"{module.path} has changed since it was looked at. Run the command again.")
 
 
-def listing(modules: Sequence[ModuleFile], chosen: ModuleFile | None) -> str:
-    """One line a module, the chosen one marked with `*`; without a newline at the end."""
-    width = max(len(each.name) for each in modules)
-    return "\n".join(
+def listing(modules: Sequence[ModuleFile], chosen: ModuleFile | None, limit: int | None = None) -> str:
+    """One line a module, the chosen one marked with `*`; without a newline at the end.
+
+    With a `limit`, so many of them, the chosen one among them, those that cannot be used counted, and a line with how
+    many more there are.
+    """
+    shown = list(modules)
+    if limit is not None and len(modules) > limit + 1:
+        usable = [each for each in modules if not each.problem] or shown
+        shown = usable[:limit]
+        if chosen in usable[limit:]:
+            shown[-1:] = [chosen]
+    width = max(len(each.name) for each in shown)
+    lines = [
         f"{'*' if each is chosen else ' '} {each.name:<{width}}  {each.instructions:>7,} instructions  "
         f"{format_bytes(each.bytes):>11}  {_place(each)}" + (f"  not usable: {each.problem}" if each.problem else "")
-        for each in modules
-    )
+        for each in shown
+    ]
+    if rest := len(modules) - len(shown):
+        bad = sum(1 for each in modules if each.problem)
+        unusable = f", {bad:,} of them not usable" if bad else ""
+        lines.append(f"  {rest:,} more{unusable}{'; --module NAME chooses another' if chosen else ''}")
+    return "\n".join(lines)
 
 
 def _place(module: ModuleFile) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from remat_kit._explanation import Checkpoint, Explanation, Holder
+from remat_kit._explanation import MOVABLE, Checkpoint, Explanation, Holder
 from remat_kit._record import Record
 from remat_kit._units import format_bytes, format_flops
 
@@ -30,8 +30,6 @@ SMALL_NEED, SMALL_SAVED = 0.01, 0.1
 """A change of need is none below both shares: of what the base needs, since the packing of buffers and library
 workspaces move by as much; and of what the two rows keep for backward, since that is all that a policy can move: in a
 step of large parameters and few activations, 1% of the need may be most of it."""
-MOVABLE = frozenset({"saved activations", "recompute workspace"})
-"""Categories at the live peak that are up to a policy."""
 _WORTH = 0.1
 """Of the need: advice that lowers it by less is not the next step where a policy does nothing."""
 _SMALL_FLOPS = 0.01
@@ -43,46 +41,52 @@ two layers has up to 4/7 of backward, since the first one needs no gradient of i
 
 @dataclass(frozen=True)
 class Pair:
-    """The two rows and the changes between them."""
+    """A row, and the base that it is compared with. Changes are the row's figure less the base's."""
 
     record: Record
     base: Record
 
     @property
-    def need(self) -> int:
+    def need_change(self) -> int:
+        """Bytes; both rows have a need."""
         return (self.record.need_bytes or 0) - (self.base.need_bytes or 0)
 
     @property
-    def saved(self) -> int | None:
+    def saved_change(self) -> int | None:
+        """Bytes kept on the device from forward to backward; None where one of the rows does not tell."""
         return change(self.record.saved_bytes, self.base.saved_bytes)
 
     @property
-    def recompute(self) -> int:
+    def recompute_change(self) -> int:
+        """FLOPs that run again, 0 for a row that does not tell."""
         return (self.record.recompute_flops or 0) - (self.base.recompute_flops or 0)
 
     @property
     def base_recomputes(self) -> bool:
+        """Whether the base has checkpointed regions, as `full` has and `none` has not."""
         return bool(self.base.recompute_flops or self.base.checkpoints)
 
     @property
     def is_small(self) -> bool:
         """Whether the need is the same for all that matters."""
         saved = max(self.record.saved_bytes or 0, self.base.saved_bytes or 0)
-        is_small = abs(self.need) <= SMALL_NEED * (self.base.need_bytes or 0)
-        return is_small and (not saved or abs(self.need) <= SMALL_SAVED * saved)
+        is_small = abs(self.need_change) <= SMALL_NEED * (self.base.need_bytes or 0)
+        return is_small and (not saved or abs(self.need_change) <= SMALL_SAVED * saved)
 
     @property
     def recomputes_less(self) -> bool:
-        return -self.recompute > _SMALL_FLOPS * (self.record.model_flops or 0)
+        """Whether so many FLOPs less run again that it is an effect of its own."""
+        return -self.recompute_change > _SMALL_FLOPS * (self.record.model_flops or 0)
 
     @property
     def saves_less(self) -> bool:
         """Whether what is kept for backward fell by enough to be seen in the need."""
-        fell = -(self.saved or 0)
+        fell = -(self.saved_change or 0)
         return fell > SMALL_SAVED * (self.base.saved_bytes or 0) or fell > SMALL_NEED * (self.base.need_bytes or 0)
 
 
-def order(pair: Pair) -> list[str]:
+def in_order(pair: Pair) -> list[str]:
+    """The keys of CHECKS as they are asked for: the wasted ones last where the base recomputes nothing."""
     codes = [code for code in REASONS if code in CHECKS]
     if pair.base_recomputes:
         return codes
@@ -166,18 +170,18 @@ def _still_recomputed(pair: Pair) -> str:
 
 
 def _outside_scan(pair: Pair) -> str:
-    large = [each for each in _large(pair) if each.scan_length > 1]
+    large = [each for each in _large(pair) if each.inner_scan_length > 1]
     if not large:
         return ""
     return (
-        f"the checkpoint is outside of the scan over {large[0].scan_length} layers: its region holds "
+        f"the checkpoint is outside of the scan over {large[0].inner_scan_length} layers: its region holds "
         f"{_share(large[0]):.0%} of the model, and all layers' values are alive when it runs again. "
         "Wrap the function that is scanned: scan(remat(layer))"
     )
 
 
 def _whole_loss(pair: Pair) -> str:
-    large = [each for each in _large(pair) if each.scan_length <= 1]
+    large = [each for each in _large(pair) if each.inner_scan_length <= 1]
     if not large:
         return ""
     return (
@@ -192,9 +196,9 @@ def _cse(pair: Pair) -> str:
         return ""
     # Compared as changes: what XLA itself makes of the model's matmuls is in both programs.
     ran, before = record.explanation.program.matmul_flops, base.explanation.program.matmul_flops
-    if not (ran and before) or abs(pair.recompute) <= _SMALL_FLOPS * (record.model_flops or 0):
+    if not (ran and before) or abs(pair.recompute_change) <= _SMALL_FLOPS * (record.model_flops or 0):
         return ""
-    if abs(ran - before) >= abs(pair.recompute) / 2:
+    if abs(ran - before) >= abs(pair.recompute_change) / 2:
         return ""
     return (
         f"XLA merged the recomputation with forward: the step asks for {format_flops(record.recompute_flops)} again, "
@@ -208,14 +212,16 @@ def _peak_elsewhere(pair: Pair) -> str:
     explanation = pair.record.explanation
     if explanation is None or not pair.saves_less:
         return ""
-    made = sum(each.bytes for each in explanation.holders if each.phase != "argument")
+    # What lives throughout is there at any moment, and says nothing about this one.
+    lasting = ("outputs", "constants")
+    made = sum(each.bytes for each in explanation.holders if each.phase != "argument" and each.category not in lasting)
     if _movable(explanation) * 2 >= made:
         return ""
     floor = explanation.floor
     least = f" No policy brings it below {format_bytes(floor.bytes)}." if floor and floor.bytes else ""
     return (
-        f"{format_bytes(-(pair.saved or 0))} less is kept for backward, but that is not alive at the live peak, which "
-        f"is {at_peak(explanation)}.{least} {_instead(pair.record, explanation)}"
+        f"{format_bytes(-(pair.saved_change or 0))} less is kept for backward, but that is not alive at the live peak, "
+        f"which is {at_peak(explanation)}.{least} {_instead(pair.record, explanation)}"
     )
 
 
@@ -231,7 +237,7 @@ def _nothing_to_drop(pair: Pair) -> str:
             f"{format_bytes(ours)} for backward is alive at the live peak (values kept and computed again), with "
             f"{base.policy} {format_bytes(theirs)}: what the regions drop is not what the peak holds"
         )
-    elif pair.saved is not None and not pair.saves_less:
+    elif pair.saved_change is not None and not pair.saves_less:
         kept = format_bytes(record.saved_bytes or 0)
         found = f"{kept} is kept for backward, with {base.policy} {format_bytes(base.saved_bytes or 0)}"
     else:
@@ -260,9 +266,11 @@ CHECKS: Mapping[str, Callable[[Pair], str]] = {
 
 
 def unexplained(pair: Pair) -> str:
+    """What is said where no reason holds: the figures."""
     return (
-        f"need changes by {signed(pair.need)} against {pair.base.policy}, bytes kept for backward by "
-        f"{signed(pair.saved or 0)}, recomputed FLOPs by {format_flops(abs(pair.recompute))}"
+        f"need changes by {signed(pair.need_change)} against {pair.base.policy}, bytes kept for backward by "
+        f"{signed(pair.saved_change or 0)}, recomputed FLOPs by "
+        f"{'-' if pair.recompute_change < 0 else '+'}{format_flops(abs(pair.recompute_change))}"
     )
 
 
@@ -296,7 +304,11 @@ def _instead(record: Record, explanation: Explanation) -> str:
 
 def _large(pair: Pair) -> list[Checkpoint]:
     """Single regions that hold most of the model, are in no scan and have no regions inside."""
-    alone = [each for each in pair.record.checkpoints if each.regions == 1 and not each.in_scan and not each.nested]
+    alone = [
+        each
+        for each in pair.record.checkpoints
+        if each.regions == 1 and not each.outer_scan_length and not each.inner_regions
+    ]
     return sorted((each for each in alone if _share(each) > _MOST), key=lambda each: -_share(each))
 
 
@@ -314,8 +326,10 @@ def _all(names: Iterable[tuple[str, ...]]) -> list[str]:
 
 
 def signed(count: int) -> str:
+    """A change of bytes with its sign."""
     return f"{'-' if count < 0 else '+'}{format_bytes(abs(count))}"
 
 
 def change(after: int | None, before: int | None) -> int | None:
+    """`after` less `before`; None where one of them is not known."""
     return None if after is None or before is None else after - before

@@ -14,8 +14,6 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
-import jax
-
 from remat_kit._errors import TargetError, did_you_mean
 from remat_kit._units import GiB, format_bytes
 
@@ -318,6 +316,8 @@ def _cpu() -> Chip:
 
 def _attached(name: str, mesh: tuple[tuple[str, int], ...]) -> Target:
     """The target of JAX's default device here, with the memory that it really has. Starts JAX's backend."""
+    import jax  # here, since a described target needs none of it
+
     try:
         devices = jax.devices()
     except RuntimeError as error:

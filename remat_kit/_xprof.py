@@ -21,6 +21,8 @@ _HOST = "host"
 
 def check(folder: Path | str, force: bool = False) -> None:
     """Raises OutputError when `folder` is not one that `write` may make or fill."""
+    if str(folder) in ("", "-"):
+        raise OutputError(f"--xprof {str(folder)!r} is no folder: a profile is several files. Name a folder.")
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise OutputError(f"--xprof {folder} is a file. Name a folder that does not exist yet.")

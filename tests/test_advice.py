@@ -1,5 +1,6 @@
 """Advice that is followed: the need falls by what was promised, as the compiler counts it."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -13,6 +14,7 @@ from jax.sharding import PartitionSpec
 from models import transformer
 from remat_kit import CompiledStep, Record, Step, Workload, analyze
 from remat_kit._explanation import Advice
+from remat_kit._hlo.proto import parse
 
 KEPT = 0.8
 """The share of a promise that has to be kept."""
@@ -35,7 +37,7 @@ BIG_BATCH: dict[str, Any] = {"batch": 64, "seq": 128, "layers": 6}
 
 
 def test_recompute_the_blocks():
-    options = NO_DROPOUT | BIG_BATCH | {"size": "tiny"}
+    options: dict[str, Any] = NO_DROPOUT | BIG_BATCH | {"size": "tiny"}
     before, after = (
         record_of(compiled(transformer.gpt(policy, **options), "cpu", policy)) for policy in ("none", "full")
     )
@@ -71,8 +73,8 @@ def test_donate_the_state():
     before, after = record_of(mlp(donate=False)), record_of(mlp(donate=True))
     advice = first_advice(before)
     assert (advice.kind, advice.what) == ("donate", "optimizer state and parameters")
-    # Exactly: all of the state, the step counter of Adam included.
-    assert advice.bytes == 3 * 6 * 512 * 512 * 4 + 4
+    # All of the state but for activations that had been in the memory of the results: 16 KiB each.
+    assert 0 <= 3 * 6 * 512 * 512 * 4 + 4 - advice.bytes <= 7 * 8 * 512 * 4
     assert_kept(before, after, advice)
     assert after.explanation is not None
     assert "donate" not in [each.kind for each in after.explanation.advice]
@@ -146,7 +148,17 @@ def test_offload_an_activation():
     assert_kept(before, after, offloads[0])
 
 
-def test_nothing_is_advised_without_a_heap_trace_or_where_nothing_helps():
+def test_nothing_is_advised_without_a_heap_trace():
+    step = mlp(donate=False)
+    assert first_advice(record_of(step))
+    proto = parse(step.hlo_proto)
+    del proto.buffer_assignment.heap_simulator_traces[:]
+    record = record_of(dataclasses.replace(step, hlo_proto=proto.SerializeToString()))
+    assert (record.live_peak_bytes, record.explanation) == (None, None)
+
+
+def test_nothing_is_advised_where_nothing_helps():
     step = Step(lambda x: x * 2, (jax.ShapeDtypeStruct((1024,), jnp.float32),), donate=(0,))
-    found = record_of(compiled(step, "cpu")).explanation
-    assert found is None or found.advice == ()
+    record = record_of(compiled(step, "cpu"))
+    assert record.explanation is not None
+    assert (record.live_peak_bytes, record.explanation.advice) == (4096, ())

@@ -70,19 +70,11 @@ def bytes_of(tree: Any) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
+# More kinds of programs are in test_explain.py.
 SAMPLES = [
     pytest.param("full", {"stack": "scan"}, id="full-scan"),
-    pytest.param("full", {"stack": "unroll"}, id="full-unroll"),
-    pytest.param("minimal_offloaded", {"stack": "scan"}, id="minimal_offloaded-scan"),
-    *(
-        pytest.param(policy, options, id=f"{policy}-{name}", marks=pytest.mark.slow)
-        for policy, name, options in (
-            ("none", "scan", {"stack": "scan"}),
-            ("selective_attention", "triton", {"gemm": "triton"}),
-            ("attention_kernel_saveable", "fused", {"attention": "fused"}),
-            ("minimal_offloaded", "unroll", {"stack": "unroll"}),
-        )
-    ),
+    pytest.param("selective_attention", {"gemm": "triton"}, id="triton", marks=pytest.mark.slow),
+    pytest.param("minimal_offloaded", {"stack": "unroll"}, id="offloaded-unroll", marks=pytest.mark.slow),
 ]
 each_sample = pytest.mark.parametrize(("policy", "options"), SAMPLES)
 
@@ -99,7 +91,8 @@ def test_totals_are_those_of_xla(policy, options):
     assert record.host_temp_bytes == stats.host_temp_size_in_bytes
     assert record.live_peak_bytes == record.xla_peak_bytes == stats.peak_memory_in_bytes
     assert 0 < record.live_peak_bytes <= record.need_bytes
-    assert record.live_peak_phase in ("forward", "backward", "recompute", "update", "unknown")
+    # Of policy full the peak is where a block runs again.
+    assert record.live_peak_phase == ("recompute" if policy == "full" else "backward")
 
 
 @each_sample
@@ -245,7 +238,8 @@ def test_on_the_cpu_need_counts_temporaries_and_xlas_peak_is_left_out():
     # XLA's figure forgets temporaries on this backend. It must not be shown beside a live peak.
     assert memory.peak < record.need_bytes
     assert record.xla_peak_bytes is None
-    assert record.live_peak_bytes is None or memory.argument < record.live_peak_bytes <= record.need_bytes
+    assert record.live_peak_phase == "recompute"
+    assert memory.argument < record.live_peak_bytes <= record.need_bytes
 
 
 # Measurements, on the CPU

@@ -293,7 +293,7 @@ def test_diff_refuses_what_is_for_the_other_kind(
 
 def test_diff_refuses(saved: dict[str, Path], errors: Callable[..., str]) -> None:
     one, both = saved["before"], saved["both"]
-    assert f"both sides are {one}. Say what to compare, with --before-policy" in errors("diff", one, one)
+    assert f"both sides are {one}. Say what to compare it with, by --before-policy" in errors("diff", one, one)
     assert "holds 2 records. Choose one by its policy" in errors("diff", one, both)
     assert "--format is 'table'. Give one of text, markdown." in errors("diff", one, both, "--format", "table")
     assert "there is no file or folder nowhere.pb" in errors("diff", one, "nowhere.pb")

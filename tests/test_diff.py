@@ -97,12 +97,43 @@ def test_a_checkout_in_another_folder_is_the_same_row():
 
 @pytest.mark.parametrize(
     "change",
-    [{"category": "gradients"}, {"module": "blocks/norm"}, {"shape": "f32[9]"}, {"source": "m/x.py:10 (g)"},
-     {"source": "m/y.py:10 (f)"}, {"source": ""}],
+    [{"category": "gradients"}, {"shape": "bf16[8]"}, {"shape": "f32[8,1]"}, {"source": "m/x.py:10 (g)"},
+     {"source": "m/y.py:10 (f)"}, {"source": ""}, {"module": "blocks/norm", "shape": "f32[9]"},
+     {"shape": "f32[9]", "source": "m/x.py:11 (f)"}, {"module": "norm", "source": "m/x.py:11 (f)"}],
 )  # fmt: skip
 def test_whatever_else_differs_makes_another_row(change):
     found = rows([at(10, 5)], [dataclasses.replace(at(10, 5), **change)])
     assert sorted(kind for kind, *_ in found) == ["came", "went"]
+
+
+def changed(before, after):
+    found = diff(explained(tuple(before)), explained(tuple(after)))
+    return [(row.kind, row.modules, row.shapes, row.difference) for row in found.rows]
+
+
+def test_another_batch_is_the_same_row():
+    # Two of one line keep their order, as numbers: 8 before 12, and 16 before 24.
+    before = [dataclasses.replace(at(10, 5), shape="f32[8,4]"), dataclasses.replace(at(10, 6), shape="f32[12,4]")]
+    after = [dataclasses.replace(at(10, 10), shape="f32[16,4]"), dataclasses.replace(at(10, 12), shape="f32[24,4]")]
+    grown = [("grew", "blocks/mlp", "f32[12->24,4]", 6), ("grew", "blocks/mlp", "f32[8->16,4]", 5)]
+    assert changed(before, after) == grown
+    assert [(size, -change) for _, _, size, change in changed(after, before)] == [
+        ("f32[24->12,4]", 6),
+        ("f32[16->8,4]", 5),
+    ]
+    # With a third it is not known which became which.
+    assert {kind for kind, *_ in changed(before, [*after, dataclasses.replace(at(10, 1), shape="f32[2,4]")])} == {
+        "came",
+        "went",
+    }
+
+
+def test_another_name_of_a_module_is_the_same_row():
+    renamed = dataclasses.replace(at(10, 5), module="blocks/ffn")
+    assert changed([at(10, 5)], [renamed]) == [("same", "blocks/mlp -> blocks/ffn", "f32[8]", 0)]
+    # Two modules that run one line could be either.
+    others = [renamed, dataclasses.replace(renamed, module="blocks/out")]
+    assert len(changed([at(10, 5), dataclasses.replace(at(10, 5), module="blocks/in")], others)) == 4
 
 
 def test_lines_of_one_function_keep_their_order():
@@ -127,6 +158,12 @@ def test_the_phase_and_the_number_of_buffers_do_not_make_another_row():
     assert rows([at(10, 5)], [at(10, 5, phase="recompute")]) == []
     assert rows([at(10, 5), at(10, 3, phase="recompute")], [at(10, 8)]) == [("same", "m/x.py:10 (f)", 0)]
     assert rows([at(10, 6)], [at(10, 6, buffers=2)]) == [("same", "m/x.py:10 (f)", 0)]
+
+
+def test_an_argument_is_the_same_wherever_it_is_used():
+    before = [at(10, 5, phase="argument"), at(12, 2, phase="argument")]
+    assert rows(before, [at(30, 7, function="g", phase="argument", buffers=2)]) == []
+    assert rows(before, [at(30, 9, function="g", phase="argument")]) == [("grew", "m/x.py:30 (g)", 2)]
 
 
 def test_sources_that_are_no_lines():

@@ -2,14 +2,13 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import hlo_samples  # sets what the plugin needs, before JAX starts
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.ad_checkpoint import checkpoint_name
+from stacks import Wrap, plain, scanned, unrolled
 
 from remat_kit import CompileOptions, Record, Step, Workload, analyze, compile_step, get_target, trace
 from remat_kit._effect import Effect, effect, is_without_use, with_effects
@@ -27,16 +26,6 @@ STACK = (
 )
 MATMUL = 2 * BATCH * WIDTH * HIDDEN
 JAX = jax.checkpoint_policies
-Wrap = Callable[[Any], Any]
-
-
-def layer(x: Any, w: Any) -> Any:
-    hidden = checkpoint_name(jax.nn.gelu(checkpoint_name(x @ w[0], "up")), "hidden")
-    return x + checkpoint_name(hidden @ w[1], "down"), None
-
-
-def plain(f: Any) -> Any:
-    return f
 
 
 full: Wrap = jax.checkpoint
@@ -58,20 +47,6 @@ def named(*names: str) -> Wrap:
 def all_but(*names: str) -> Wrap:
     policy = JAX.save_anything_except_these_names(*names)
     return functools.partial(jax.checkpoint, policy=policy, prevent_cse=False)
-
-
-def scanned(wrap: Wrap, outer: Wrap = plain) -> Any:
-    run = outer(lambda ws, x: jax.lax.scan(wrap(layer), x, ws)[0])
-    return lambda ws, x: run(ws, x).sum()
-
-
-def unrolled(wrap: Wrap, outer: Wrap = plain) -> Any:
-    def loss(ws: Any, x: Any) -> Any:
-        for i in range(LAYERS):
-            x, _ = wrap(layer)(x, jax.tree.map(lambda w, i=i: w[i], ws))
-        return x.sum()
-
-    return outer(loss)
 
 
 def tanh_net(wrap: Wrap) -> Any:
@@ -167,13 +142,13 @@ def test_a_name_that_spares_a_matmul_trades_memory_for_it():
 # One reason each
 
 
-def test_r01_a_checkpoint_around_the_whole_loss():
+def test_a_checkpoint_around_the_whole_loss():
     found = effect(record(unrolled, plain, full), none(unrolled))
     assert (found.code, found.reasons) == ("whole_loss", ("whole_loss",))
     says(found, "no effect: one checkpoint holds 100% of the model", "Wrap each layer by itself")
 
 
-def test_r02_dots_of_a_plain_net_hurt_and_full_finds_nothing_to_drop():
+def test_dots_of_a_plain_net_hurt_and_full_finds_nothing_to_drop():
     found = effect(record(tanh_net, kept("dots_saveable"), policy="dots_saveable"), none(tanh_net))
     assert found.code == "hurt"
     assert found.need_bytes > 0
@@ -184,7 +159,7 @@ def test_r02_dots_of_a_plain_net_hurt_and_full_finds_nothing_to_drop():
     says(found, "is alive at the live peak", "Let a region hold more than one layer, or use none")
 
 
-def test_r03_what_xla_merges_again():
+def test_what_xla_merges_again():
     found = effect(record(unrolled, merged), none(unrolled))
     assert (found.code, found.reasons) == ("cse", ("cse",))
     says(found, "the step asks for 134.22 MFLOP again, none for 0 FLOP, and as compiled they differ by 0 FLOP")
@@ -193,7 +168,7 @@ def test_r03_what_xla_merges_again():
     assert effect(record(scanned, merged), none(scanned)).code == "helped"
 
 
-def test_r05_a_checkpoint_outside_of_the_scan():
+def test_a_checkpoint_outside_of_the_scan():
     found = effect(record(scanned, plain, full), none(scanned))
     assert (found.code, found.reasons) == ("outside_scan", ("outside_scan",))
     says(found, "outside of the scan over 4 layers: its region holds 100% of the model", "scan(remat(layer))")
@@ -203,7 +178,7 @@ def test_r05_a_checkpoint_outside_of_the_scan():
     assert effect(record(scanned, full, full), none(scanned)).code == "helped"
 
 
-def test_r06_a_name_that_is_not_there():
+def test_a_name_that_is_not_there():
     typo = record(scanned, named("upp"), policy="save(upp)")
     found = effect(typo, record(scanned, full))
     assert (found.code, found.reasons, found.need_bytes) == ("no_match", ("no_match",), 0)
@@ -214,7 +189,7 @@ def test_r06_a_name_that_is_not_there():
     says(found, "Found: save_only_these_names matches nothing")
 
 
-def test_r07_matmuls_under_vmap_have_batch_dimensions():
+def test_matmuls_under_vmap_have_batch_dimensions():
     base = record(mapped, full)
     found = effect(
         record(mapped, kept("dots_with_no_batch_dims_saveable"), policy="dots_with_no_batch_dims_saveable"), base
@@ -224,7 +199,7 @@ def test_r07_matmuls_under_vmap_have_batch_dimensions():
     assert effect(record(mapped, kept("dots_saveable"), policy="dots_saveable"), base).code == "traded"
 
 
-def test_r21_a_policy_that_keeps_everything():
+def test_a_policy_that_keeps_everything():
     found = effect(record(unrolled, all_but("hidden")), none(unrolled))
     assert (found.code, found.reasons) == ("keeps_everything", ("keeps_everything",))
     says(found, "its 4 regions take", "and run nothing again", "save_anything_except_these_names ignores")
@@ -236,7 +211,7 @@ def test_a_policy_that_is_not_used():
     says(found, "no checkpointed region is in the program", "Wrap the model's blocks with remat(policy)")
 
 
-def test_r22_a_name_behind_a_nonlinearity():
+def test_a_name_behind_a_nonlinearity():
     late = record(scanned, named("hidden"), policy="save(hidden)")
     found = effect(late, record(scanned, full))
     # It costs 4 MiB more and spares no FLOP.
@@ -246,7 +221,7 @@ def test_r22_a_name_behind_a_nonlinearity():
     assert (found.code, found.reasons) == ("helped", ("still_recomputed",))
 
 
-def test_r24_a_name_that_backward_does_not_need():
+def test_a_name_that_backward_does_not_need():
     vain = record(scanned, named("down"), policy="save(down)")
     found = effect(vain, record(scanned, full))
     assert (found.code, found.reasons, found.need_bytes) == ("never_needed", ("never_needed",), 0)

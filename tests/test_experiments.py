@@ -3,8 +3,9 @@
 import json
 
 import pytest
+from fuzz import small_seed
 
-from experiments import gpu_validation, overhead, policy_sweep
+from experiments import analyzer_speed, gpu_validation, overhead, policy_sweep
 from remat_kit import parse_policies
 from remat_kit._record import load
 
@@ -72,3 +73,20 @@ def test_overhead_compares_the_sweep_with_bare_compiles(capsys, monkeypatch):
     assert result["cells"] == 1
     assert result["sweep_cpu_s"] > 0
     assert result["bare_cpu_s"] > 0
+
+
+def test_analyzer_speed_times_every_stage(tmp_path):
+    file = tmp_path / "small.hlo.pb"
+    file.write_bytes(small_seed())
+    row = analyzer_speed.measure(file)
+    assert row["seconds"].keys() == row["memory_bytes"].keys() == analyzer_speed.stages().keys()
+    assert all(0 < seconds < float("inf") for seconds in row["seconds"].values())
+    assert row["instructions"] > row["events"] > 0
+    lines = analyzer_speed.table(
+        {1: row}, {kind: dict.fromkeys(row["seconds"], 1.0) for kind in ("seconds", "memory_bytes")}
+    )
+    assert len({len(line) for line in lines.splitlines()}) == 1
+
+
+def test_the_exponent_of_a_power_is_found():
+    assert analyzer_speed.exponent([(size, 3 * size**1.5) for size in (10, 20, 40, 80)]) == pytest.approx(1.5)

@@ -11,13 +11,14 @@ from hlo_samples import Sample
 from test_hlo_heap import xprof
 
 from remat_kit import CompiledStep, Record, Workload, analyze
-from remat_kit._analyze import analyze_module
+from remat_kit._analyze import need_bytes
 from remat_kit._explanation import UNKNOWN, Explanation
 from remat_kit._hlo.anatomy import Anatomy, anatomy
 from remat_kit._hlo.heap import replay
 from remat_kit._hlo.line import Line
 from remat_kit._hlo.module import Module
 from remat_kit._hlo.proto import parse
+from remat_kit._program import analyze_module
 from remat_kit._report import text
 
 QUICK = ("cpu",)
@@ -33,6 +34,7 @@ def test_a_program_is_explained(name: str, tmp_path: pathlib.Path):
     record = analyze(step, Workload(f"captured:{name}"), "none")
     found = record.explanation
     assert found is not None
+    the_totals_are_those_of_xla(step, record)
     the_live_peak_is_explained_to_the_byte(step, record, found, tmp_path)
     the_state_is_exact(step, record)
     the_file_alone_tells_the_same(step, record)
@@ -40,6 +42,19 @@ def test_a_program_is_explained(name: str, tmp_path: pathlib.Path):
     nothing_lies_below_the_floor(record, found)
     if name == "vision":
         gradients_are_exact_when_the_optimizer_starts(step)
+
+
+def the_totals_are_those_of_xla(step: CompiledStep, record: Record) -> None:
+    stats = step.executable.memory_analysis()
+    assert record.argument_bytes == stats.argument_size_in_bytes
+    assert record.output_bytes == stats.output_size_in_bytes
+    assert record.alias_bytes == stats.alias_size_in_bytes
+    assert record.temp_bytes == stats.temp_size_in_bytes
+    assert record.host_temp_bytes == stats.host_temp_size_in_bytes
+    assert record.need_bytes == need_bytes(step.memory)
+    assert 0 < (record.live_peak_bytes or 0) <= (record.need_bytes or 0) + (record.constant_bytes or 0)
+    if step.traced.target.chip.platform != "cpu":
+        assert record.live_peak_bytes == record.xla_peak_bytes == stats.peak_memory_in_bytes
 
 
 def the_live_peak_is_explained_to_the_byte(

@@ -18,7 +18,7 @@ from html_samples import gpt2, large
 from remat_kit._diff import diff
 from remat_kit._explanation import CATEGORIES, Explanation
 from remat_kit._record import MeasuredTime, Record, dump, load
-from remat_kit._report import html, html_data
+from remat_kit._report import html, html_data, html_diff, rows
 from remat_kit._units import MiB, format_bytes
 
 ASSETS = Path(html.__file__).parent / "assets"
@@ -86,14 +86,12 @@ ODD = {
     "without buffers": changed(FULL, buffers=()),
     "without a time line": changed(FULL, timeline=None),
     "without a heap trace": dataclasses.replace(
+        FULL, explanation=None, live_peak_bytes=None, live_peak_phase=None, categories={}, attributed_share=None
+    ),
+    "without temporaries": dataclasses.replace(
         changed(
-            FULL,
-            peak=dataclasses.replace(explanation_of(FULL).peak, event=-1, events=0),
-            floor=None,
-            timeline=None,
-            buffers=(),
+            FULL, peak=dataclasses.replace(explanation_of(FULL).peak, event=-1, events=0), floor=None, timeline=None
         ),
-        live_peak_bytes=None,
         live_peak_phase=None,
     ),
     "with nothing alive": dataclasses.replace(
@@ -125,8 +123,9 @@ def test_a_page_is_well_formed_and_refers_to_nothing_outside(record: Record) -> 
 
 
 def test_our_own_assets_ask_for_nothing() -> None:
-    for name in ("report.js", "report.css", "report.html", "timeline.html", "modules.html", "buffers.html"):
-        source = (ASSETS / name).read_text(encoding="utf-8")
+    ours = {file.name: file.read_text(encoding="utf-8") for file in ASSETS.glob("[!e]*")}
+    assert {"page.js", "timeline.js", "modules.js", "buffers.js", "report.css", "report.html"} <= set(ours)
+    for name, source in ours.items():
         assert not re.search(r"https?:|url\(|@import|fetch\(|XMLHttpRequest|WebSocket|innerHTML|eval\(", source), name
 
 
@@ -145,8 +144,15 @@ def test_the_vendored_library_is_what_its_note_says() -> None:
     assert hashlib.sha256(content).hexdigest() == note["sha256"]
     assert f"echarts@{note['version']}" in note["build"]
     assert note["version"].encode() in content
+
+
+def test_the_page_carries_the_licenses_of_the_library() -> None:
     notices = (ASSETS / "echarts.LICENSE.txt").read_text()
-    for words in ("Apache License", "Apache ECharts\nCopyright", "Copyright (c) 2017, Baidu Inc.", "Mike Bostock"):
+    page = Page(html.render(FULL))
+    assert notices in page.shown
+    assert not any("open" in attributes for tag, attributes in page.elements if tag == "details")
+    holders = ("Apache Software Foundation", "Baidu", "Mike Bostock", "Microsoft", "Simon Friis Vindum", "Thomas Fuchs")
+    for words in ("Apache License", "BSD 3-Clause", "embeds code of others under the MIT license", *holders):
         assert words in notices, words
 
 
@@ -181,6 +187,13 @@ def test_the_head_says_what_the_text_report_says() -> None:
         assert words in text, words
 
 
+def test_the_head_of_a_program_from_a_file_leaves_out_what_is_not_known() -> None:
+    settings = {"policy": "", "gemm_backend": rows.NOT_KNOWN, "xla_remat": rows.NOT_KNOWN}
+    text = Page(html.render(dataclasses.replace(FULL, **settings))).text
+    assert "GEMM backend" not in text
+    assert "own remat" not in text
+
+
 def test_a_measured_time_comes_first() -> None:
     measured = dataclasses.replace(FULL, measured_step_s=MeasuredTime(0.061, 0.060, 0.064, "NVIDIA H100", 20))
     text = Page(html.render(measured)).text
@@ -199,9 +212,9 @@ def test_the_effect_is_shown_when_it_is_known() -> None:
         ("of version 1", "This record says how large the peak is, not what it is made of"),
         ("of a sweep", "No time line in this record. Rows of a sweep keep none"),
         ("without a time line", "No time line in this record."),
-        ("without a heap trace", "No time line: the program has no heap trace."),
-        ("without a heap trace", "Not known: the program has no heap trace of all its temporaries."),
-        ("without a heap trace", "What lives throughout"),
+        ("without a heap trace", "The live peak is not known: there is no heap trace of all temporaries."),
+        ("without temporaries", "No time line: the program has no heap trace."),
+        ("without temporaries", "All of the step: the program has no temporaries that come and go."),
         ("with nothing alive", "No buffer is known to be alive at the peak."),
         ("with nothing alive", "The analyzer found no step that would lower the need."),
         ("that failed", "Failed: the process died"),
@@ -266,9 +279,9 @@ def test_text_of_a_program_cannot_become_markup() -> None:
         warnings=(EVIL,), assumptions=(EVIL,), compile_options={EVIL: EVIL}, categories={EVIL: 5}, fits=EVIL,
         live_peak_phase=EVIL, xla_remat=EVIL, gemm_backend=EVIL,
     )  # fmt: skip
-    text = html.render(evil, FULL)
+    text = html.render(evil, diff(FULL, evil), FULL)
     text.encode("utf-8")
-    page, plain = Page(text), Page(html.render(FULL, FULL))
+    page, plain = Page(text), Page(html.render(FULL, diff(FULL, FULL), FULL))
     kinds = {tag for tag, _ in plain.elements} | {"strong", "details", "summary"}
     assert {tag for tag, _ in page.elements} <= kinds
     assert len(page.scripts) == 3
@@ -281,34 +294,38 @@ def test_text_of_a_program_cannot_become_markup() -> None:
 
 
 def test_two_records_show_what_changed() -> None:
-    text = Page(html.render(FULL, NONE)).text
-    assert html.render(FULL, NONE, diff(NONE, FULL)) == html.render(FULL, NONE)
+    text = Page(html.render(FULL, diff(NONE, FULL), NONE)).text
     assert "What changed" in text
     assert "−2.04 GiB 4.42 GiB → 2.38 GiB" in text
     assert "saved activations 2.12 GiB 78.00 MiB −2.04 GiB" in text
     assert "went" in text
     assert "policy none full" in text
-    assert "before" in Page(html.render(FULL, NONE)).data
     assert "What changed" not in Page(html.render(FULL)).text
 
 
-def test_a_diff_alone_is_enough() -> None:
-    assert "What changed" in Page(html.render(FULL, diff=diff(NONE, FULL))).text
+def test_a_diff_and_the_record_before_are_shown_each_by_itself() -> None:
+    compared, overlaid = Page(html.render(FULL, diff(NONE, FULL))), Page(html.render(FULL, before=NONE))
+    assert ("What changed" in compared.text, compared.data["before"]) == (True, None)
+    assert "What changed" not in overlaid.text
+    assert overlaid.data["before"]["bytes"]
 
 
 @pytest.mark.parametrize("before", ODD.values(), ids=list(ODD))
 def test_two_records_of_any_kind(before: Record) -> None:
-    Page(html.render(FULL, before))
-    Page(html.render(before, FULL))
+    Page(html.render(FULL, diff(before, FULL), before))
+    Page(html.render(before, diff(FULL, before), FULL))
 
 
 def test_most_rows_of_a_long_diff_are_folded_away() -> None:
     many = tuple(
         dataclasses.replace(explanation_of(FULL).holders[0], module=f"m{place}", bytes=place) for place in range(100)
     )
-    page = Page(html.render(FULL, changed(FULL, holders=many)))
-    assert "details" in {tag for tag, _ in page.elements}
-    assert "smaller changes" in page.text
+    found = diff(changed(FULL, holders=many), FULL)
+    text = html_diff.section(found)
+    shown, folded = text.split(f"<details><summary>{len(found.rows) - 15} smaller changes</summary>")
+    assert (shown.count('<td class="kind '), folded.count('<td class="kind ')) == (15, len(found.rows) - 15)
+    few = dataclasses.replace(found, rows=found.rows[:15])
+    assert "<details>" not in html_diff.section(few)
 
 
 # Sizes and colours.
@@ -321,7 +338,7 @@ def test_a_page_of_a_large_program_is_small() -> None:
     assert (len(explanation.buffers), len(explanation.timeline.events)) == (3000, 601)
     assert len(explanation.timeline.bytes) >= 14
     assert len(html.render(record).encode()) < 3 * MiB
-    assert len(html.render(record, record).encode()) < 3 * MiB
+    assert len(html.render(record, diff(record, record), record).encode()) < 3 * MiB
 
 
 def test_a_page_is_mostly_the_library() -> None:

@@ -23,9 +23,13 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 from test_html import EVIL, ODD, changed, explanation_of
 
+from remat_kit._diff import diff
 from remat_kit._record import Record
 from remat_kit._report import html
 from remat_kit._units import format_bytes
+
+# What a browser does with a page does not depend on the version of JAX: once is enough.
+pytestmark = pytest.mark.slow
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 _SIZES = [(1440, 900), (1280, 720)]
@@ -127,7 +131,7 @@ def open_report(browser: webdriver.Chrome, tmp_path: Path) -> Iterator[Callable[
         record: Record, before: Record | None = None, size: tuple[int, int] = _SIZES[0], dark: bool = False
     ) -> Opened:
         path = tmp_path / f"report{len(addresses)}.html"
-        path.write_text(html.render(record, before), encoding="utf-8")
+        path.write_text(html.render(record, diff(before, record) if before else None, before), encoding="utf-8")
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": scheme})
         metrics = {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": False}

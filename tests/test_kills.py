@@ -13,15 +13,11 @@ import pytest
 from remat_kit._record import Record, load
 from remat_kit._store import Store
 
-POLICIES = (
-    "none,full,everything_saveable,dots_saveable,dots_with_no_batch_dims_saveable,offload_dots_with_no_batch_dims,"
-    "save(mlp_up),offload(mlp_up),dots_saveable|offload(mlp_up),dots_with_no_batch_dims_saveable|save(mlp_up),"
-    "everything_saveable|save(mlp_up),dots_with_no_batch_dims_saveable|offload(mlp_up)"
-)
+POLICIES = "none,full,everything_saveable,dots_saveable,save(mlp_up),offload(mlp_up),dots_saveable|offload(mlp_up)"
 
 
 def start(store: Path, *more: str) -> subprocess.Popen[str]:
-    """A sweep of twelve policies on its way, in a process of its own."""
+    """A sweep of seven policies on its way, in a process of its own."""
     command = [sys.executable, "-m", "remat_kit", "sweep", "workloads.steps:fine", "--policies", POLICIES]
     tests = Path(__file__).parent
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)])}
@@ -39,12 +35,13 @@ def finish(store: Path) -> list[Record]:
     return [dataclasses.replace(row, trace_s=None, compile_s=None, analyze_s=None) for row in load(out)]
 
 
+# 20 kills at any moment are in test_sweep.py, with cells that take no time; here the cells compile.
 @pytest.mark.slow
-def test_a_sweep_killed_20_times_gives_the_rows_of_one_that_was_not(tmp_path: Path) -> None:
+def test_a_sweep_killed_8_times_gives_the_rows_of_one_that_was_not(tmp_path: Path) -> None:
     seed = random.randrange(2**32)
     moments, killed = random.Random(seed), tmp_path / "killed"
     midway = set()
-    for attempt in range(20):
+    for attempt in range(8):
         process = start(killed)
         assert process.stderr is not None
         if attempt % 5:  # most of them among the cells, which come after the plan; the others at any time before
@@ -55,10 +52,10 @@ def test_a_sweep_killed_20_times_gives_the_rows_of_one_that_was_not(tmp_path: Pa
         process.communicate()
         midway.add(len(list((killed / "records").glob("*.json"))) if killed.exists() else 0)
     rows = finish(killed)
-    assert len(midway) > 3, f"seed {seed}: the kills did not come in the middle: {sorted(midway)} rows"
-    assert len(rows) == 12
+    assert len(midway) > 2, f"seed {seed}: the kills did not come in the middle: {sorted(midway)} rows"
+    assert len(rows) == 7
     assert rows == finish(tmp_path / "undisturbed"), f"seed {seed}"
     files = list((killed / "records").glob("*.json"))
-    assert len(files) == len({file.stem for file in files}) == 12
+    assert len(files) == len({file.stem for file in files}) == 7
     store = Store(killed)
     assert all(store.get(file.stem) is not None for file in files)

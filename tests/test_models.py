@@ -215,6 +215,7 @@ def test_cross_entropy_is_its_definition():
 # Whole models
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["naive", "fused"])
 @pytest.mark.parametrize("style", ["gpt", "llama"])
 def test_no_position_sees_a_later_token(style, attention):
@@ -226,6 +227,7 @@ def test_no_position_sees_a_later_token(style, attention):
     assert np.abs(logits_BTV[:, 20:] - other_BTV[:, 20:]).max(axis=(0, 2)).min() > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", ["gpt", "llama"])
 def test_scan_equals_unroll(style):
     # Dropout on: keys depend on the layer's number and not on how it is reached.
@@ -269,6 +271,7 @@ def to_linen(params: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_linen_equals_nnx():
     step, linen_step = (BUILDERS[name]("none", dropout=0.0, **FLOAT32) for name in ("gpt", "linen"))
     state, batch, key = step.init(0)
@@ -283,6 +286,7 @@ def test_linen_equals_nnx():
     assert_close(linen_grads, to_linen(grads), rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("builder", "stack"),
     [("gpt", "scan"), ("gpt", "unroll"), ("llama", "scan"), ("linen", "scan"), ("linen", "unroll")],

@@ -1,6 +1,7 @@
 """Programs in dumps and profiles: found, told apart and read, or refused with a message that helps."""
 
 import gzip
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -145,6 +146,20 @@ def test_the_list_marks_what_was_chosen(profile):
     assert "5 instructions" in lines[0]
 
 
+def test_a_long_list_has_the_largest_and_the_chosen(tmp_path):
+    for count in range(1, 10):
+        (tmp_path / f"{count}.hlo.pb").write_bytes(program(f"jit_{count}", count))
+    (tmp_path / "broken.hlo.pb").write_bytes(b"\xff\xff\xff")
+    modules = find_modules(tmp_path)
+    more = "  7 more, 1 of them not usable; --module NAME chooses another"
+    lines = listing(modules, choose(modules), 3).splitlines()
+    assert ([line[:7] for line in lines[:-1]], lines[-1]) == (["* jit_9", "  jit_8", "  jit_7"], more)
+    lines = listing(modules, choose(modules, "jit_2"), 3).splitlines()
+    assert ([line[:7] for line in lines[:-1]], lines[-1]) == (["  jit_9", "  jit_8", "* jit_2"], more)
+    # A line that says "1 more" takes as much room as the one.
+    assert listing(modules, None, 9) == listing(modules, None)
+
+
 def test_files_that_cannot_be_used_are_listed_and_not_chosen(dump):
     (dump / "broken.hlo.pb").write_bytes(b"\xff\xff\xff")
     (dump / "a.0001.pass.after_fusion.hlo.pb").write_bytes(program("jit_pass", assigned=False))
@@ -226,6 +241,13 @@ def test_what_is_not_there_or_cannot_be_read(tmp_path, monkeypatch):
         find_modules(path)
     with pytest.raises(RematKitError, match=r"cannot read .*a\.hlo\.pb: Permission denied\."):
         read(module)
+
+
+@pytest.mark.parametrize("path", ["/dev/zero", "pipe.hlo.pb"])
+def test_a_device_or_a_pipe_is_not_read(path, tmp_path):
+    os.mkfifo(tmp_path / "pipe.hlo.pb")
+    with pytest.raises(RematKitError, match="is a pipe or a device, which cannot be read twice"):
+        find_modules(tmp_path / path)
 
 
 def test_reading_needs_no_jax(dump):

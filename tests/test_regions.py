@@ -1,13 +1,13 @@
 """The checkpointed regions of a step, with both of JAX's implementations of remat."""
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.ad_checkpoint import checkpoint_name
+from stacks import Wrap, plain, scanned, unrolled
 
 from models import linen, transformer
 from remat_kit import Step, get_policy, get_target, remat, trace
@@ -26,16 +26,6 @@ MATMUL = 2 * BATCH * WIDTH * HIDDEN
 UP = BATCH * HIDDEN * 4
 """Bytes of one layer's "up"."""
 JAX = jax.checkpoint_policies
-Wrap = Callable[[Any], Any]
-
-
-def layer(x: Any, w: Any) -> Any:
-    hidden = checkpoint_name(jax.nn.gelu(checkpoint_name(x @ w[0], "up")), "hidden")
-    return x + checkpoint_name(hidden @ w[1], "down"), None
-
-
-def plain(f: Any) -> Any:
-    return f
 
 
 def kept(policy: Any) -> Wrap:
@@ -44,20 +34,6 @@ def kept(policy: Any) -> Wrap:
 
 def named(*names: str) -> Wrap:
     return kept(JAX.save_only_these_names(*names))
-
-
-def scanned(wrap: Wrap, outer: Wrap = plain) -> Any:
-    run = outer(lambda ws, x: jax.lax.scan(wrap(layer), x, ws)[0])
-    return lambda ws, x: run(ws, x).sum()
-
-
-def unrolled(wrap: Wrap) -> Any:
-    def loss(ws: Any, x: Any) -> Any:
-        for i in range(LAYERS):
-            x, _ = wrap(layer)(x, jax.tree.map(lambda w, i=i: w[i], ws))
-        return x.sum()
-
-    return loss
 
 
 def regions(loss: Any, *args: Any) -> tuple[Checkpoint, ...]:
@@ -81,39 +57,44 @@ def test_a_scanned_layer_is_one_region_that_runs_for_each_layer(remat3):
     assert region.recompute_flops == LAYERS * MATMUL
     assert region.forward_share == 1 / (2 * LAYERS)
     assert region.backward_share == 1 / LAYERS
-    assert (region.in_scan, region.scan_length, region.nested) == (LAYERS, 0, 0)
+    assert (region.outer_scan_length, region.inner_scan_length, region.inner_regions) == (LAYERS, 0, 0)
     assert (region.kept_values, region.kept_bytes, region.tags) == (0, 0, ())
     assert region.recomputed_operations > 1
 
 
 def test_unrolled_layers_are_equal_regions(remat3):
     (region,) = regions(unrolled(jax.checkpoint))
-    assert (region.regions, region.executions, region.in_scan) == (LAYERS, LAYERS, 0)
+    assert (region.regions, region.executions, region.outer_scan_length) == (LAYERS, LAYERS, 0)
     assert region.recompute_flops == LAYERS * MATMUL
     # The first layer's backward has no gradient of the input: of 4 LAYERS - 1 matmuls.
     assert region.backward_share == 4 / (4 * LAYERS - 1)
 
 
 @pytest.mark.parametrize("policy", [None, JAX.dots_saveable], ids=["full", "dots"])
-def test_r05_a_checkpoint_outside_of_the_scan(policy, remat3):
+def test_a_checkpoint_outside_of_the_scan(policy, remat3):
     (region,) = regions(scanned(plain, kept(policy)))
-    assert (region.executions, region.in_scan, region.scan_length) == (1, 0, LAYERS)
+    assert (region.executions, region.outer_scan_length, region.inner_scan_length) == (1, 0, LAYERS)
     assert region.recompute_flops == (0 if policy else 2 * LAYERS * MATMUL)
     assert region.forward_share == (0 if policy else 1)
     assert region.backward_share == 1
 
 
-def test_r01_a_checkpoint_around_the_loss(remat3):
+def test_a_checkpoint_around_the_loss(remat3):
     (region,) = regions(jax.checkpoint(unrolled(plain)))
-    assert (region.executions, region.in_scan, region.scan_length, region.backward_share) == (1, 0, 0, 1)
+    assert (region.executions, region.outer_scan_length, region.inner_scan_length, region.backward_share) == (
+        1,
+        0,
+        0,
+        1,
+    )
     assert region.forward_share == (2 * LAYERS - 1) / (2 * LAYERS)  # all but the last matmul
 
 
 def test_remat_in_remat_counts_each_flop_once(remat3):
     outer, inner = regions(scanned(jax.checkpoint, jax.checkpoint))
-    assert (outer.nested, inner.nested) == (1, 0)
+    assert (outer.inner_regions, inner.inner_regions) == (1, 0)
     assert (outer.recompute_flops, inner.recompute_flops) == (2 * LAYERS * MATMUL, LAYERS * MATMUL)
-    assert (outer.scan_length, inner.in_scan, inner.scan_length) == (LAYERS, LAYERS, 0)
+    assert (outer.inner_scan_length, inner.outer_scan_length, inner.inner_scan_length) == (LAYERS, LAYERS, 0)
 
 
 def test_a_microbatch_is_a_model_of_its_own(remat3):
@@ -122,7 +103,7 @@ def test_a_microbatch_is_a_model_of_its_own(remat3):
         return jax.lax.scan(lambda total, x: (jax.tree.map(jnp.add, total, gradient(ws, x)), None), ws, xs)[0]
 
     (region,) = checkpoint_regions(jax.make_jaxpr(accumulated)(STACK, jax.ShapeDtypeStruct((5, *X.shape), X.dtype)))
-    assert (region.executions, region.in_scan, region.backward_share) == (5 * LAYERS, LAYERS, 1 / LAYERS)
+    assert (region.executions, region.outer_scan_length, region.backward_share) == (5 * LAYERS, LAYERS, 1 / LAYERS)
     assert region.kept_bytes == LAYERS * UP  # of one microbatch: the next one takes their place
 
 
@@ -135,12 +116,12 @@ def test_what_names_keep(stack, remat3):
     assert (both.tags, both.recomputed_tags, both.kept_bytes) == (("hidden", "up"), (), 2 * LAYERS * UP)
 
 
-def test_r06_a_name_that_is_not_there(remat3):
+def test_a_name_that_is_not_there(remat3):
     (region,) = regions(scanned(named("upp")))
     assert (region.policy, region.tags, region.kept_values) == ("save_only_these_names", (), 0)
 
 
-def test_r07_dots_with_batch_dimensions(remat3):
+def test_dots_with_batch_dimensions(remat3):
     def mapped(policy: Any) -> Any:
         body = kept(policy)(lambda w, x: jax.vmap(lambda w, x: jnp.sin(jnp.sin(x @ w) @ w))(w, x))
         return regions(lambda w, x: body(w, x).sum(), w, x)
@@ -152,7 +133,7 @@ def test_r07_dots_with_batch_dimensions(remat3):
     assert (both.kept_values, both.kept_bytes, both.recompute_flops) == (2, 2 * 2 * 32 * 16 * 4, 0)
 
 
-def test_r21_a_policy_that_keeps_everything():
+def test_a_policy_that_keeps_everything():
     for policy in (JAX.save_anything_except_these_names("hidden"), JAX.everything_saveable):
         (region,) = regions(unrolled(kept(policy)))
         assert (region.recomputed_operations, region.recompute_flops, region.executions) == (0, 0, LAYERS)
@@ -160,13 +141,13 @@ def test_r21_a_policy_that_keeps_everything():
 
 
 @pytest.mark.parametrize("stack", [scanned, unrolled])
-def test_r22_a_name_behind_a_nonlinearity_does_not_spare_its_matmul(stack, remat3):
+def test_a_name_behind_a_nonlinearity_does_not_spare_its_matmul(stack, remat3):
     (region,) = regions(stack(named("hidden")))
     assert (region.tags, region.recomputed_tags, region.unneeded_tags) == (("hidden",), ("hidden",), ())
     assert (region.kept_bytes, region.recompute_flops) == (LAYERS * UP, LAYERS * MATMUL)
 
 
-def test_r22_a_raw_value_that_is_used_beside_its_name(remat3):
+def test_a_raw_value_that_is_used_beside_its_name(remat3):
     def loss(w: Any, x: Any) -> Any:
         y = x @ w[0][0]
         return (jnp.sin(checkpoint_name(y, "y")) + jnp.tanh(y)).sum()
@@ -175,7 +156,7 @@ def test_r22_a_raw_value_that_is_used_beside_its_name(remat3):
     assert (region.tags, region.recomputed_tags, region.recompute_flops) == (("y",), ("y",), MATMUL)
 
 
-def test_r22_a_producer_of_another_tag_is_not_blamed(remat3):
+def test_a_producer_of_another_tag_is_not_blamed(remat3):
     # "second" is kept and its matmul does not run again; that of "first", which feeds it, does.
     def loss(w: Any, x: Any) -> Any:
         first = checkpoint_name(x @ w[0][0], "first")
@@ -186,7 +167,7 @@ def test_r22_a_producer_of_another_tag_is_not_blamed(remat3):
 
 
 @pytest.mark.parametrize("stack", [scanned, unrolled])
-def test_r24_a_name_that_backward_does_not_need(stack, remat3):
+def test_a_name_that_backward_does_not_need(stack, remat3):
     (region,) = regions(stack(named("down")))
     assert (region.tags, region.unneeded_tags, region.kept_values) == (("down",), ("down",), 0)
 
@@ -215,7 +196,7 @@ def test_regions_in_branches_and_under_jit(remat3):
         return jax.lax.cond(x[0, 0] > 0, jax.jit(run), lambda ws, x: x.sum(), ws, x)
 
     (region,) = regions(loss)
-    assert (region.executions, region.in_scan, region.tags) == (LAYERS, LAYERS, ("up",))
+    assert (region.executions, region.outer_scan_length, region.tags) == (LAYERS, LAYERS, ("up",))
 
 
 @pytest.mark.parametrize("build", [transformer.gpt, linen.gpt_linen], ids=["nnx", "linen"])
@@ -226,7 +207,7 @@ def test_a_models_blocks(build, stack):
     assert sum(each.recompute_flops for each in traced.checkpoints) == traced.work.recomputed_flops
     (region,) = traced.checkpoints
     assert region.executions == 2
-    assert (region.regions, region.in_scan) == ((1, 2) if stack == "scan" else (2, 0))
+    assert (region.regions, region.outer_scan_length) == ((1, 2) if stack == "scan" else (2, 0))
     assert region.tags == ("key_proj", "mlpwi", "mlpwo", "out_proj", "query_proj", "value_proj")
     assert region.unneeded_tags == ("mlpwo",)
     assert region.recomputed_tags == ()

@@ -163,6 +163,13 @@ def test_small_needs_are_shown_in_a_smaller_unit() -> None:
     assert " 3.00 " in table.render([small])
 
 
+def test_a_program_from_a_file_has_its_name_in_the_place_of_a_policy() -> None:
+    programs = [dataclasses.replace(RECORDS[0], policy="", workload=name) for name in ("jit_step", "jit_eval")]
+    lines = table.render(programs).splitlines()
+    assert lines[3].split()[0] == "program"
+    assert [line.split()[0] for line in lines[5:7]] == ["jit_step", "jit_eval"]
+
+
 def test_nothing_to_show() -> None:
     assert table.render([]) == markdown.render([]) == "no records\n"
     only = table.render(RECORDS[-1:])

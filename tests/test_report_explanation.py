@@ -14,7 +14,7 @@ from remat_kit._explanation import Advice, Explanation
 from remat_kit._record import Record, dump, load
 from remat_kit._report import diff as diff_report
 from remat_kit._report import explanation, explanation_markdown, markdown, table, text
-from remat_kit._report.layout import WIDTH, Column, shorten
+from remat_kit._report.layout import WIDTH, TextColumn, shorten
 from remat_kit._report.layout import table as layout_table
 from remat_kit._units import GiB, MiB, parse_bytes
 
@@ -144,7 +144,11 @@ def test_what_is_too_long_is_shortened_in_the_middle(content: str, width: int, e
 
 
 def test_a_table_takes_room_from_the_widest_column_that_may_give() -> None:
-    columns = [Column("a", ("x" * 40,), least=10), Column("b", ("y" * 20,), least=5), Column("c", ("z" * 9,))]
+    columns = [
+        TextColumn("a", ("x" * 40,), least=10),
+        TextColumn("b", ("y" * 20,), least=5),
+        TextColumn("c", ("z" * 9,)),
+    ]
     lines = layout_table(columns, width=45)
     assert [len(line) for line in lines][1] == 45
     assert lines[1].endswith("z" * 9)
@@ -173,13 +177,19 @@ def test_what_there_is_not_is_left_out() -> None:
         assert "Next steps" not in report
 
 
-def test_a_program_without_a_heap_trace() -> None:
-    no_trace = dataclasses.replace(EXPLANATION.peak, event=-1, phase="unknown", module="", block="", source="")
-    record = explained(changes={"peak": no_trace, "floor": None}, live_peak_bytes=None, live_peak_phase=None)
-    report = text.render(record)
-    assert "the live peak is not known" in report
-    assert "= throughout" in report
+def test_a_program_without_temporaries_has_no_moment_of_its_peak() -> None:
+    throughout = dataclasses.replace(EXPLANATION.peak, event=-1, phase="unknown", module="", block="", source="")
+    report = text.render(explained(changes={"peak": throughout, "floor": None}, live_peak_phase=None))
+    assert "= live peak" in report
     assert "moment:" not in report
+
+
+def test_a_program_without_a_heap_trace_has_no_live_peak() -> None:
+    report = text.render(
+        dataclasses.replace(RECORD, explanation=None, live_peak_bytes=None, live_peak_phase=None, categories={})
+    )
+    assert "Need (compiled" in report
+    assert "Live peak" not in report
 
 
 def test_a_program_from_a_file_claims_no_policy_or_settings() -> None:
@@ -240,10 +250,22 @@ def test_a_difference_of_nothing() -> None:
 
 def test_differences_of_records_without_figures() -> None:
     empty = Record("w:f", {}, "none", "cpu", {}, {})
-    for before, after in ((empty, empty), (empty, RECORD), (RECORD, empty)):
-        assert diff_report.headline(diff(before, after)) == "live peak: not known on both sides"
-        assert diff_report.text(diff(before, after))
-        assert diff_report.markdown(diff(before, after))
+    for before, after, figures in (
+        (empty, empty, ("-", "-")),
+        (empty, RECORD, ("-", "3.35 GiB")),
+        (RECORD, empty, ("3.35 GiB", "-")),
+    ):
+        found = diff(before, after)
+        assert diff_report.headline(found) == "live peak: not known on both sides"
+        plain, marked = diff_report.text(found), diff_report.markdown(found)
+        lines = [line.split() for line in plain.splitlines() if line.startswith("  live peak")]
+        assert lines == ([] if before is after else [["live", "peak", *" ".join(figures).split()]])
+        assert f"| live peak | {figures[0]} | {figures[1]} |  |" in marked
+        for side, record in (("before", before), ("after", after)):
+            note = f"{side} has no live peak: its program has no heap trace of all its temporaries"
+            assert (f"note: {note}" in plain, f"> {note}" in marked) == (record is empty,) * 2
+        assert ("step time, predicted" in plain, "step time, predicted" in marked) == (before is not after,) * 2
+        assert ("What else is different" in plain) == (before is not after)
 
 
 def test_a_brief_explanation_renders_the_same() -> None:

@@ -122,7 +122,7 @@ def test_version_1_is_read(old: Record) -> None:
         lambda record: plot.render([record], ".svg").decode(),
         lambda record: diff_report.text(diff(record, RECORD)),
         lambda record: diff_report.markdown(diff(RECORD, record)),
-        lambda record: html.render(RECORD, record, diff(record, RECORD)),
+        lambda record: html.render(RECORD, diff(record, RECORD), record),
     ],
     ids=["text", "markdown of one", "html", "table", "markdown", "plot", "diff", "diff in markdown", "diff in html"],
 )

@@ -40,6 +40,7 @@ ORDER = (
     "_modules",
     "_advice",
     "_explain",
+    "_program",
     "_fingerprint",
     "_analyze",
     "_reasons",
@@ -149,6 +150,10 @@ def test_only_trace_touches_the_inside_of_jax():
 @pytest.mark.parametrize("folder", ["remat_kit", "models", "experiments", "tests"])
 def test_files_are_short(folder):
     lengths = {str(file): len(file.read_text().splitlines()) for file in (ROOT / folder).rglob("*.py")}
+    if folder == "remat_kit":
+        ours = [file for kind in ("*.js", "*.css") for file in PACKAGE.rglob(kind) if file.name != "echarts.min.js"]
+        assert ours
+        lengths |= {str(file): len(file.read_text().splitlines()) for file in ours}
     assert lengths
     assert {file: length for file, length in lengths.items() if length >= 400} == {}
 
@@ -225,7 +230,8 @@ def test_the_wheel_holds_the_package_alone(tmp_path):
         str(file.relative_to(ROOT)) for file in PACKAGE.rglob("*") if file.is_file() and "__pycache__" not in file.parts
     }
     assert files == ours
-    assert any(name.endswith("licenses/LICENSE") for name in zipfile.ZipFile(wheel).namelist())
+    for license_file in ("LICENSE", "remat_kit/_report/assets/echarts.LICENSE.txt"):
+        assert any(name.endswith(f".dist-info/licenses/{license_file}") for name in zipfile.ZipFile(wheel).namelist())
 
 
 def test_nothing_prints_but_the_command_line():

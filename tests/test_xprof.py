@@ -117,3 +117,9 @@ def test_nothing_is_left_of_a_run_that_cannot_be_written(tmp_path, monkeypatch):
     with pytest.raises(OutputError, match=r"cannot write .*log: No space left on device. Name a folder elsewhere"):
         _xprof.write(tmp_path / "log", SMALL)
     assert os.listdir(tmp_path / "log" / "plugins" / "profile") == []
+
+
+@pytest.mark.parametrize("name", ["", "-"])
+def test_a_profile_needs_the_name_of_a_folder(name):
+    with pytest.raises(OutputError, match=f"--xprof '{name}' is no folder"):
+        _xprof.check(name)

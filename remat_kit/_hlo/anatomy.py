@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from remat_kit._hlo.arguments import argument_blocks, infer_categories, module_paths, origin_bits
+from remat_kit._hlo.arguments import ROLES, argument_blocks, infer_categories, module_paths, origin_bits
 from remat_kit._hlo.attribution import Argument, Attribution, Attributor
 from remat_kit._hlo.flow import Value
 from remat_kit._hlo.heap import Heap, LiveBuffer
@@ -19,6 +19,7 @@ class Anatomy:
     Attributes:
       buffers, attributions: all that is ever alive on the device, side by side.
       structure: phases and blocks of the program.
+      makers: logical buffer id -> (instruction, index of its result) that defines it.
     """
 
     module: Module
@@ -27,6 +28,7 @@ class Anatomy:
     attributor: Attributor
     buffers: tuple[LiveBuffer, ...]
     attributions: tuple[Attribution, ...]
+    makers: Mapping[int, Value]
 
 
 def anatomy(module: Module, proto: Any, heap: Heap, said: Mapping[str, str] | None = None) -> Anatomy:
@@ -40,16 +42,19 @@ def anatomy(module: Module, proto: Any, heap: Heap, said: Mapping[str, str] | No
     }
     said = said or {}
     categories = {number: said[name] for number, name in names.items() if name in said}
-    if len(categories) < len(names):
-        categories = infer_categories(module) | categories
-    paths = module_paths(names, categories)
-    blocks = argument_blocks(paths)
-    arguments = {number: Argument(categories[number], paths[number], blocks.get(number, "")) for number in names}
-    structure = structure_of(module, {number: origin_bits(category) for number, category in categories.items()})
+    roles = categories
+    if not all(categories.get(number) in ROLES for number in names):  # a label of the step's own says no role
+        roles = infer_categories(module) | {n: category for n, category in categories.items() if category in ROLES}
+        categories = roles | categories
+    ranks = {parameter.parameter_number: len(parameter.shape.dims) for parameter in module.entry.parameters}
+    paths = module_paths(names, categories, ranks)
+    structure = structure_of(module, {number: origin_bits(role) for number, role in roles.items()})
+    blocks = argument_blocks(paths, structure.stacks)
+    arguments = {number: Argument(categories[number], paths[number], blocks[number], roles[number]) for number in names}
     attributor = Attributor(module, structure, arguments)
     makers = _makers(module, proto)
     attributions = tuple(attributor.of(buffer, _group(buffer, makers)) for buffer in heap.buffers)
-    return Anatomy(module, heap, structure, attributor, heap.buffers, attributions)
+    return Anatomy(module, heap, structure, attributor, heap.buffers, attributions, makers)
 
 
 def _makers(module: Module, proto: Any) -> dict[int, Value]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from remat_kit._explanation import UNKNOWN
-from remat_kit._hlo.flow import Flow, Uses, Value, skip_bitcasts
+from remat_kit._hlo.flow import Flow, Uses, Value, skip_copies
 from remat_kit._hlo.frames import Frame
 from remat_kit._hlo.heap import LiveBuffer
 from remat_kit._hlo.module import Instruction, Module, Shape
@@ -22,6 +22,7 @@ from remat_kit._hlo.structure import (
     GRADIENT,
     ORIGINS,
     PARAMETER,
+    PHASES,
     Structure,
     bits_at,
 )
@@ -29,6 +30,11 @@ from remat_kit._phase import BACKWARD, FORWARD, RECOMPUTE, UPDATE
 
 _COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-", "ragged-all-to-all")
 _COLLECTIVE_COLOR = 1
+_CASTING = frozenset({"copy", "convert", "bitcast", "transpose", "reshape"})
+_SUMS = 2
+"""Sums of gradients that are looked through for what they update."""
+_CASTS = 2
+"""Casts of casts that are looked through for what reads a value."""
 _VIEWS = frozenset({"parameter", "dynamic-slice", "slice", "bitcast", "reshape", "copy"})
 
 
@@ -54,11 +60,15 @@ class Attribution:
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """What is known of one argument: its category, the path of the module that owns it, and the block of that."""
+    """What is known of one argument: its category, the path of the module that owns it, and the block of that.
+
+    `role` is the category that its label stands for: one of parameters, optimizer state, batch and arguments.
+    """
 
     category: str
     module: str
     block: str = ""
+    role: str = ""
 
 
 class Attributor:
@@ -82,6 +92,10 @@ class Attributor:
             for parameter in module.entry.parameters
             if (known := arguments.get(parameter.parameter_number)) and known.category == "parameters"
         )
+        self._owned = {known.module: known.block for known in arguments.values() if known.block}
+        self._lengths = {
+            loop: module.instructions[loop].trip_count or 1 for loop in (*structure.layer_loops, *structure.inner_loops)
+        }
         self._has_blocks = bool(structure.blocks)
         self._known: dict[Any, Attribution] = {}
 
@@ -100,35 +114,61 @@ class Attributor:
             return Attribution(category, "", "", None, "unknown", None, 1)
         uses = self.flow.uses(maker, index)
         if maker.opcode == "while":
-            uses.loops[maker.id] = maker
+            uses.enters(maker, index)
         shape = element_of(maker.shape, index)
         layers = self._layers(shape, uses)
         if buffer.kind == "parameter":
             return self._argument(buffer, maker, shape, layers, uses)
-        phase = self._phase(group, uses)
-        origin = self._origin(group, uses)
+        bits = bits_at(self.structure.bits.get(maker.id, 0), index)
+        phase = self._phase(group, uses, bits)
+        # Zeros are made for the loop that begins with them, not for the place of the loop.
+        begins = [(each, uses.states[each.id]) for each in uses.loops.values()] if not bits & ORIGINS else []
+        origin = self._origin([*begins[:1], *group], uses)
         if buffer.kind == "constant":
             category = "constants"
         elif buffer.kind == "live_out":
             category = "outputs"
         else:
-            category = self._category(buffer, maker, index, shape, phase, uses)
-        block = self._block(group, uses)
+            category = self._category(buffer, maker, bits, shape, layers, phase, uses)
+        block = self._block(group, uses, layers)
+        if category == "gradients" and (owner := self._updated_with(shape, uses)):
+            return Attribution(category, owner.module, owner.block, origin.source, phase, shape, layers)
+        if category == "gradients" and (made := self._summed_up(maker, index)):
+            origin = made.or_else(origin)
         module = "/".join(origin.path)
-        if category == "gradients" and (owner := self._updated_with(maker, shape, uses)):
-            module, block = owner.module, owner.block
+        if category == "parameter copies" and not block:
+            block = self._owned.get(module, "")
         return Attribution(category, module, block, origin.source, phase, shape, layers)
 
-    def _updated_with(self, maker: Instruction, shape: Shape, uses: Uses) -> Argument | None:
-        """The parameter that a gradient updates: the one of its size that its reader in the update takes as well."""
-        owners = set()
-        for reader in uses.readers.values():
-            if self.structure.phases.get(reader.id) == UPDATE:
-                for operand in map(skip_bitcasts, reader.operands):
-                    known = self.arguments.get(operand.parameter_number) if self._is_argument(operand) else None
-                    if known and known.category == "parameters" and operand.shape.size == shape.size:
-                        owners.add(known)
-        return owners.pop() if len(owners) == 1 else None
+    def _updated_with(self, shape: Shape, uses: Uses, depth: int = 0) -> Argument | None:
+        """The argument that a gradient updates: the one of its size that its reader in the update takes as well.
+
+        That is the parameter, or the optimizer's state for it. The reader may also add up gradients, whose sum then
+        tells.
+        """
+        readers = [reader for number, reader in uses.readers.items() if self.structure.phases.get(number) == UPDATE]
+        owners: dict[bool, set[tuple[str, str]]] = {True: set(), False: set()}
+        for reader in readers:
+            for operand in map(skip_copies, reader.operands):
+                known = self.arguments.get(operand.parameter_number) if self._is_argument(operand) else None
+                if known and known.role != "batch" and operand.shape.size == shape.size:
+                    owners[known.role == "parameters"].add((known.module, known.block))
+        for found in owners.values():
+            if len(found) == 1:
+                return Argument("", *found.pop())
+        if depth == _SUMS or any(owners.values()):
+            return None
+        sums = [reader for reader in readers if reader.shape.size == shape.size][:8]
+        known = {self._updated_with(shape, self.flow.uses(reader), depth + 1) for reader in sums} - {None}
+        return known.pop() if len(known) == 1 else None
+
+    def _summed_up(self, maker: Instruction, index: tuple[int, ...]) -> Origin | None:
+        """Where the gradients come from that the step adds up itself, one microbatch after the other."""
+        real = self.origins.maker_of(maker, index)
+        if self.structure.phases.get(real.id) != UPDATE:
+            return None
+        made = [each for each in real.operands[:8] if self.structure.phases.get(each.id) in (BACKWARD, RECOMPUTE)]
+        return self.origins.of(made[0]) if made else None
 
     def _is_argument(self, operand: Instruction) -> bool:
         return operand.opcode == "parameter" and self.structure.phases.get(operand.id) == ARGUMENT
@@ -155,13 +195,15 @@ class Attributor:
         return self.origins.of(reader).source
 
     def _category(
-        self, buffer: LiveBuffer, maker: Instruction, index: tuple[int, ...], shape: Shape, phase: str, uses: Uses
+        self, buffer: LiveBuffer, maker: Instruction, bits: int, shape: Shape, layers: int, phase: str, uses: Uses
     ) -> str:
-        bits = bits_at(self.structure.bits.get(maker.id, 0), index)
         for writer in uses.writes.values():  # what is written into it later is part of it
             bits |= bits_at(self.structure.bits.get(writer.id, 0), ())
+        if not bits & ORIGINS:  # zeros that a loop begins its sums with
+            for loop, where in uses.states.items():
+                bits |= bits_at(self.structure.bits.get(loop, 0), where)
         origin = bits & ORIGINS
-        read_in = {self.structure.phases.get(reader, "unknown") for reader in uses.readers}
+        read_in = self._read_in(uses, shape, through_casts=phase in (BACKWARD, RECOMPUTE))
         if is_host_copy(maker):
             return "host-offloaded"
         if phase in (BACKWARD, RECOMPUTE) and UPDATE in read_in:
@@ -175,9 +217,9 @@ class Attributor:
         in_block = maker.id in self.structure.blocks
         if not in_block and phase in (BACKWARD, RECOMPUTE) and self._is_stack_for_backward(shape, uses):
             return "saved activations"  # laid out anew, or cast, before backward's loop takes it layer by layer
-        outside = self._has_blocks and not in_block and not self.structure.layer_loops.keys() & uses.loops
+        outside = self._has_blocks and not in_block and layers == 1
         if phase == FORWARD:
-            head = outside and bits & AFTER_FORWARD_BLOCK
+            head = outside and bits & AFTER_FORWARD_BLOCK and maker.id not in self.structure.feeding
             if read_in & {BACKWARD, RECOMPUTE}:
                 return "loss head" if head else "saved activations"
             return "loss head" if head else "forward workspace"
@@ -187,6 +229,18 @@ class Attributor:
         if phase == RECOMPUTE:
             return "recompute workspace"
         return "other temporaries" if phase == UPDATE else UNKNOWN
+
+    def _read_in(self, uses: Uses, shape: Shape, through_casts: bool) -> set[str]:
+        """The phases that read a value, if asked by way of a cast or another layout."""
+        found = set()
+        waiting = [(uses, 0 if through_casts else _CASTS)]
+        while waiting:
+            at, depth = waiting.pop()
+            for reader in at.readers.values():
+                found.add(self.structure.phases.get(reader.id, "unknown"))
+                if depth < _CASTS and reader.shape.size == shape.size and _is_cast(reader):
+                    waiting.append((self.flow.uses(reader), depth + 1))
+        return found
 
     def _is_stack_for_backward(self, shape: Shape, uses: Uses) -> bool:
         """Whether a backward loop over the layers reads it one layer a turn and nothing writes into it."""
@@ -198,9 +252,27 @@ class Attributor:
             and shape.dims[:1] == (loops[0].trip_count,)
         )
 
-    def _phase(self, group: Sequence[Value], uses: Uses) -> str:
-        """Of the maker, else of what writes into the buffer, of the others in its region, or of its first reader."""
+    def is_layer_of_stack(self, maker: Instruction) -> bool:
+        """Whether backward's loop over the layers has taken it, as it is or cast, out of what forward has stacked."""
+        structure = self.structure
+        if structure.phases.get(maker.id) != BACKWARD or maker.id not in structure.blocks:
+            return False
+        large = [each for each in maker.operands[:8] if each.shape.num_elements > 1]
+        if maker.opcode not in ("fusion", "dynamic-slice") or len(large) != 1 or len(maker.operands) > 8:
+            return False
+        length = large[0].shape.dims[0] if large[0].shape.dims else 0
+        return length in self._lengths.values() and large[0].shape.size == length * maker.shape.size
+
+    def _phase(self, group: Sequence[Value], uses: Uses, bits: int) -> str:
+        """Of the maker, else of what writes into the buffer, of the others in its region, or of its first reader.
+
+        Zeros that a loop begins with are of the phase of the loop: XLA makes equal ones once.
+        """
         phases = self.structure.phases
+        if not bits & ORIGINS:
+            around = {phases.get(loop, "unknown") for loop in uses.states}
+            if found := next((phase for phase in PHASES if phase in around), ""):
+                return found
         candidates = [each.id for each, _ in list(group)[:1]] + sorted(uses.writes) + [each.id for each, _ in group]
         for candidate in (*candidates, *sorted(uses.readers)):
             phase = phases.get(candidate, "unknown")
@@ -218,20 +290,35 @@ class Attributor:
                 break
         return best
 
-    def _block(self, group: Sequence[Value], uses: Uses) -> str:
+    def _block(self, group: Sequence[Value], uses: Uses, layers: int) -> str:
+        """Of the maker; of a stack of layers the loop's; of something nameless that of the others in its region."""
         blocks = self.structure.blocks
-        for each, _ in group:
-            if block := blocks.get(each.id):
-                return block
-        stacks = {self.structure.layer_loops[loop] for loop in uses.loops if loop in self.structure.layer_loops}
-        return min(stacks) if stacks else ""
+        if block := blocks.get(group[0][0].id):
+            return block
+        if layers > 1:
+            return min(name for loop, name in self.structure.layer_loops.items() if loop in uses.loops)
+        if not self.origins.of(*group[0]).path:
+            return next((block for each, _ in group if (block := blocks.get(each.id))), "")
+        return ""
 
-    def _layers(self, shape: Shape | None, uses: Uses) -> int:
-        """The length of the layers' loop that the value goes through as a stack, else 1."""
-        lengths = {
-            self.module.instructions[loop].trip_count for loop in uses.loops if loop in self.structure.layer_loops
-        }
-        return shape.dims[0] if shape is not None and shape.dims and shape.dims[0] in lengths else 1
+    def _layers(self, shape: Shape, uses: Uses) -> int:
+        """How many layers are stacked in a value: the lengths of the layers' loops that it goes through, else 1."""
+        lengths = {self._lengths[loop] for loop in uses.loops if loop in self._lengths}
+        if not shape.dims or shape.dims[0] not in lengths:
+            return 1
+        segments = {loop for loop in uses.loops if loop in self.structure.layer_loops}
+        inner = {self._lengths[loop] for loop in self.structure.inner_loops} if segments else set()
+        return shape.dims[0] * (shape.dims[1] if len(shape.dims) > 2 and shape.dims[1] in inner else 1)
+
+
+def _is_cast(instruction: Instruction) -> bool:
+    """Whether it only changes type or layout."""
+    if len(instruction.operands) != 1:
+        return False
+    if instruction.opcode == "fusion" and instruction.called:
+        inside = instruction.called[0].instructions
+        return len(inside) < 8 and all(each.opcode in _CASTING or each.opcode == "parameter" for each in inside)
+    return instruction.opcode in _CASTING
 
 
 def element_of(shape: Shape, index: tuple[int, ...]) -> Shape:

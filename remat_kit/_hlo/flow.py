@@ -24,14 +24,20 @@ class Uses:
 
     Attributes:
       readers: instructions that read it, each once, in no order; takes: the number of the operand that it is of each.
-      loops: whiles that it enters, is written in, or comes out of.
+      loops: whiles that it enters, is written in, or comes out of; states: where in the state of each.
       writes: instructions that write a part of it in place.
     """
 
     readers: dict[int, Instruction] = field(default_factory=dict)
     takes: dict[int, int] = field(default_factory=dict)
     loops: dict[int, Instruction] = field(default_factory=dict)
+    states: dict[int, Index] = field(default_factory=dict)
     writes: dict[int, Instruction] = field(default_factory=dict)
+
+    def enters(self, loop: Instruction, where: Index) -> None:
+        """Notes a loop, and where in its state the value is."""
+        self.loops[loop.id] = loop
+        self.states.setdefault(loop.id, where)
 
 
 class Flow:
@@ -89,7 +95,7 @@ class Flow:
             elif opcode == "tuple":
                 steps += [(user, (n, *where)) for n, operand in enumerate(user.operands) if operand is at]
             elif opcode == "while":
-                found.loops[user.id] = user
+                found.enters(user, where)
                 steps.append((user, where))
                 steps += [(called.parameters[0], where) for called in user.called if called.parameters]
             elif opcode in ("call", "async-start"):
@@ -108,13 +114,13 @@ class Flow:
                 found.takes.setdefault(user.id, user.operands.index(at))
         loop = self._loop_of_parameter.get(at.id)
         if loop is not None:
-            found.loops[loop.id] = loop
+            found.enters(loop, where)
             steps.append((loop, where))
             steps += [(called.parameters[0], where) for called in loop.called if called.parameters]
         home = self._home.get(at.id)
         for caller in self._callers.get(home.id, ()) if home else ():
             if caller.opcode == "while":
-                found.loops[caller.id] = caller
+                found.enters(caller, where)
                 steps.append((caller, where))
                 steps += [(called.parameters[0], where) for called in caller.called if called.parameters]
             elif caller.opcode in ("call", "conditional"):
@@ -180,6 +186,15 @@ def skip_bitcasts(instruction: Instruction) -> Instruction:
     """What `instruction` is another view of."""
     for _ in range(_VIEWS):
         if instruction.opcode not in ("bitcast", "reshape") or not instruction.operands:
+            break
+        instruction = instruction.operands[0]
+    return instruction
+
+
+def skip_copies(instruction: Instruction) -> Instruction:
+    """What `instruction` is a copy or another view of."""
+    for _ in range(_VIEWS):
+        if instruction.opcode not in ("bitcast", "reshape", "copy", "transpose") or not instruction.operands:
             break
         instruction = instruction.operands[0]
     return instruction

@@ -29,7 +29,6 @@ from remat_kit._errors import RematKitError
 from remat_kit._hlo.allocations import HOST_COLOR, Fixed, allocations
 from remat_kit._hlo.events import NEXT, Line, Schedule, Trace, replayed
 
-
 _LARGEST = 2**63 - 1
 
 
@@ -77,7 +76,6 @@ class Heap:
         schedule, the end of a buffer is only known up to the next event of its own trace, and the later bound is
         taken: the figure is then an upper bound, at most the sum of the traces' peaks.
       peak_event: index into `timeline` of the first event that reaches the peak; None without a trace.
-      peak_instruction, peak_computation: the instruction that the compiler was placing then, "" without a trace.
       buffers: all that is ever alive on the device, by the time of birth; the bytes of those alive after an event add
         up to `timeline` there.
       live: those of them that are alive at the peak, largest first; their bytes add up to `peak_bytes` (without a
@@ -99,8 +97,6 @@ class Heap:
 
     peak_bytes: int | None
     peak_event: int | None
-    peak_instruction: str
-    peak_computation: str
     buffers: tuple[LiveBuffer, ...]
     live: tuple[LiveBuffer, ...]
     throughout_bytes: int
@@ -183,8 +179,6 @@ def replay(proto: Any) -> Heap:
     return Heap(
         peak_bytes=None if unknown_device else peak,
         peak_event=at,
-        peak_instruction=device.instructions[at] if at is not None else "",
-        peak_computation=device.computations[at] if at is not None else "",
         buffers=device_buffers,
         live=_alive(device_buffers, at),
         throughout_bytes=throughout_bytes,

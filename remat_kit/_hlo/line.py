@@ -11,11 +11,13 @@ from remat_kit._hlo.attribution import Attribution
 from remat_kit._hlo.frames import Frame
 from remat_kit._hlo.heap import LiveBuffer
 from remat_kit._hlo.module import Instruction
+from remat_kit._hlo.structure import ORIGINS, bits_at
 
 POINTS = 600
 """Points of the time line: more than the pixels that a report gives it in width."""
 MOVABLE = frozenset({"saved activations", "recompute workspace"})
 """Categories that are up to a policy."""
+_WORKSPACE = frozenset({"forward workspace", "backward workspace"})
 
 
 def source_text(source: Frame | None) -> str:
@@ -84,6 +86,7 @@ class Line:
         heap = self.found.heap
         movable = [number for number, name in enumerate(self.categories) if name in MOVABLE]
         fixed = self.bytes.sum(axis=0) - self.bytes[movable].sum(axis=0)
+        fixed = fixed - self.series(self._is_up_to_the_compiler)
         at = int(fixed.argmax())
         phase, module, _, _ = self._place(self.instruction(at))
         lasting = heap.throughout
@@ -97,6 +100,16 @@ class Line:
             transient_module=module,
             bytes=int(fixed[at]),
         )
+
+    def _is_up_to_the_compiler(self, buffer: LiveBuffer, known: Attribution) -> bool:
+        """Workspace that another policy's program does not have: masks that XLA keeps or makes anew as it likes, and
+        what backward takes out of a stack of saved activations, which would otherwise be computed again.
+        """
+        maker = self.found.module.instructions.get(buffer.instruction_id)
+        if maker is None or known.category not in _WORKSPACE:
+            return False
+        made_of = bits_at(self.found.structure.bits.get(maker.id, 0), buffer.shape_index)
+        return not made_of & ORIGINS or self.found.attributor.is_layer_of_stack(maker)
 
     def timeline(self) -> Timeline:
         """At most `POINTS` events: the highest one of each of as many stretches, so that no summit is lost."""

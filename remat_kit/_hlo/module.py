@@ -199,11 +199,6 @@ class Instruction:
         return trips if 0 <= trips <= _LARGEST else None
 
     @property
-    def aliased_operands(self) -> frozenset[int]:
-        """Numbers of the operands whose memory the result takes over (`output_to_operand_aliasing`)."""
-        return frozenset(alias.operand_index for alias in self.proto.output_operand_aliasing)
-
-    @property
     def group_size(self) -> int | None:
         """How many devices take part in one group of a collective, None when the instruction does not say."""
         proto = self.proto
@@ -276,6 +271,20 @@ class Module:
 
     def __repr__(self) -> str:
         return f"<module {self.name}, {len(self.instructions)} instructions>"
+
+    @property
+    def platform(self) -> str:
+        """ "cuda" or "cpu", by the notes that each backend leaves on its kernels; "" when there are none."""
+        for each in self.instructions.values():
+            if each.custom_call_target.startswith(("__cublas", "__cudnn")):
+                return "cuda"
+            if each.opcode in ("fusion", "while"):
+                notes = each.config()
+                if "operation_queue_id" in notes:
+                    return "cuda"
+                if "outer_dimension_partitions" in notes or "fusion_config" in notes:
+                    return "cpu"
+        return ""
 
     def source(self, instruction: Instruction) -> Frame | None:
         """The user's line that an instruction comes from, None when the module does not say. See `Frames.user`."""

@@ -14,6 +14,8 @@ _INSIDE = 400
 """Operations of one fusion that are asked for their name."""
 _DEPTH = 24
 """How many tuples, loops and writes in place a value is followed back through."""
+_TURNS = ("while/body/dynamic_slice", "while/body/jit(dynamic_index_in_dim)/dynamic_slice")
+"""How the name of a scan's own slice of its stacked inputs ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,10 @@ class Origins:
         """The loop whose state the parameter `instruction` is; else the instruction itself."""
         return self._loops.get(instruction.id, instruction)
 
+    def maker_of(self, instruction: Instruction, index: tuple[int, ...] = ()) -> Instruction:
+        """What makes the value, behind tuples, loops and writes into a stack of layers."""
+        return self._maker(instruction, index)[0]
+
     def _maker(self, at: Instruction, index: tuple[int, ...]) -> tuple[Instruction, Instruction | None]:
         """What makes the value, and, when that is a fusion, the operation inside it."""
         for _ in range(_DEPTH):
@@ -91,7 +97,7 @@ class Origins:
             elif opcode == "tuple" and index and index[0] < len(at.operands):
                 at, index = at.operands[index[0]], index[1:]
             elif opcode == "while" and index and at.called:
-                at = at.called[0].root
+                at = at.operands[0] if _stays(at, index[0]) and at.operands else at.called[0].root
             elif opcode == "parameter" and index and at.id in self._loops:
                 at = self.loop_of(at)
             elif opcode == "parameter" and at.id in self._calls:
@@ -105,6 +111,8 @@ class Origins:
                 at = at.called[0].root
             elif opcode == "dynamic-update-slice":
                 at, index = at.operands[1], ()
+            elif opcode == "dynamic-slice" and _is_one_turn(at):
+                at, index = at.operands[0], ()
             elif opcode == "bitcast" and at.operands:
                 at = at.operands[0]
             elif opcode == "fusion" and at.called:
@@ -153,7 +161,8 @@ class Origins:
                 frontier = [other for others in around for other in others if other.id not in seen][:32]
                 for other in frontier:
                     seen.add(other.id)
-                    found = found.or_else(self._own(other))
+                    if other.opcode != "constant":  # one for all that are equal, with the name of any
+                        found = found.or_else(self._own(other))
                 if (found.path and found.source) or not frontier:
                     break
             if found.path and found.source:
@@ -179,6 +188,22 @@ def _is_bookkeeping(instruction: Instruction) -> bool:
     return instruction.op_name.endswith(("/add_any", "/dynamic_update_slice"))
 
 
+def _stays(loop: Instruction, position: int) -> bool:
+    """Whether a loop hands on an element of its state as it is."""
+    root = loop.called[0].root
+    element = root.operands[position] if root.opcode == "tuple" and position < len(root.operands) else root
+    return (
+        element.opcode == "get-tuple-element"
+        and element.tuple_index == position
+        and element.operands[0].opcode == "parameter"
+    )
+
+
+def _is_one_turn(instruction: Instruction) -> bool:
+    """Whether it is what a scan takes of its stacked inputs each turn, which says nothing of its own."""
+    return bool(instruction.operands) and instruction.op_name.endswith(_TURNS)
+
+
 def _inside(root: Instruction, index: tuple[int, ...]) -> tuple[Instruction, int | None]:
     """The operation of a fusion that makes the value, or the number of the operand that it only passes on."""
     at = root
@@ -187,7 +212,9 @@ def _inside(root: Instruction, index: tuple[int, ...]) -> tuple[Instruction, int
     for _ in range(_DEPTH):
         if at.opcode == "dynamic-update-slice":
             at = at.operands[1]
-        elif at.opcode in ("bitcast", "reshape", "copy") and at.operands:
+        elif at.opcode in ("bitcast", "reshape", "copy") or (at.opcode == "dynamic-slice" and _is_one_turn(at)):
+            if not at.operands:
+                break
             at = at.operands[0]
         else:
             break

@@ -4,13 +4,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from remat_kit._diff import Change, Diff, RowChange
-from remat_kit._report import explanation_markdown as md
-from remat_kit._report.layout import Column, table
-from remat_kit._units import format_bytes, format_flops, format_seconds
+from remat_kit._report import markdown_parts as md
+from remat_kit._report.layout import TextColumn, table
+from remat_kit._report.rows import UNKNOWN, figure_text
+from remat_kit._units import format_bytes
 
 LARGEST = 20
 """Rows that are shown one by one; the others are one line with their sum."""
-_UNKNOWN = "-"
 
 
 def text(diff: Diff) -> str:
@@ -54,15 +54,7 @@ def headline(diff: Diff) -> str:
 
 def value_text(value: Any, unit: str) -> str:
     """A figure or a setting as it is shown."""
-    if value is None or value == "":
-        return _UNKNOWN
-    if unit == "bytes":
-        return format_bytes(value)
-    if unit == "FLOP":
-        return format_flops(value)
-    if unit == "s":
-        return format_seconds(value)
-    return f"{value:,}" if unit == "count" else str(value)
+    return UNKNOWN if value is None or value == "" else figure_text(value, unit)
 
 
 def signed(difference: Any, unit: str) -> str:
@@ -116,10 +108,10 @@ def _table(named: Sequence[tuple[str, Change]]) -> list[str]:
     settings = all(change.unit == "text" for _, change in named)
     return table(
         [
-            Column("", columns[0]),
-            Column("before", columns[1], right=not settings, least=20),
-            Column("after", columns[2], right=not settings, least=20),
-            *([] if settings else [Column("change", columns[3], right=True)]),
+            TextColumn("", columns[0]),
+            TextColumn("before", columns[1], right=not settings, least=20),
+            TextColumn("after", columns[2], right=not settings, least=20),
+            *([] if settings else [TextColumn("change", columns[3], right=True)]),
         ]
     )
 
@@ -130,11 +122,11 @@ def _rows(rows: Sequence[RowChange]) -> list[str]:
     cells = [
         (
             row.category,
-            row.module,
+            row.modules,
             row.source,
             _shape(row),
-            value_text(row.before_bytes, "bytes") if row.before_buffers else _UNKNOWN,
-            value_text(row.after_bytes, "bytes") if row.after_buffers else _UNKNOWN,
+            value_text(row.before_bytes, "bytes") if row.before_buffers else UNKNOWN,
+            value_text(row.after_bytes, "bytes") if row.after_buffers else UNKNOWN,
             signed(row.difference, "bytes"),
         )
         for row in shown
@@ -147,13 +139,13 @@ def _rows(rows: Sequence[RowChange]) -> list[str]:
     columns = list(zip(*cells, strict=True))
     return table(
         [
-            Column("category", columns[0], least=19),
-            Column("module", columns[1], least=14),
-            Column("source", columns[2], least=18),
-            Column("shape", columns[3], least=20),
-            Column("before", columns[4], right=True),
-            Column("after", columns[5], right=True),
-            Column("change", columns[6], right=True),
+            TextColumn("category", columns[0], least=19),
+            TextColumn("module", columns[1], least=14),
+            TextColumn("source", columns[2], least=18),
+            TextColumn("shape", columns[3], least=20),
+            TextColumn("before", columns[4], right=True),
+            TextColumn("after", columns[5], right=True),
+            TextColumn("change", columns[6], right=True),
         ]
     )
 
@@ -162,10 +154,10 @@ def _shape(row: RowChange) -> str:
     """The shape, with the number of buffers where it changed or is more than one."""
     if not row.before_buffers or not row.after_buffers or row.before_buffers == row.after_buffers:
         count = max(row.before_buffers, row.after_buffers)
-        return f"{count:,} x {row.shape}" if count > 1 else row.shape
-    return f"{row.before_buffers:,} -> {row.after_buffers:,} x {row.shape}"
+        return f"{count:,} x {row.shapes}" if count > 1 else row.shapes
+    return f"{row.before_buffers:,} -> {row.after_buffers:,} x {row.shapes}"
 
 
 def _row_words(row: RowChange) -> str:
-    places = [md.code(place) for place in (row.module, row.source, _shape(row)) if place]
+    places = [md.code(place) for place in (row.modules, row.source, _shape(row)) if place]
     return f"{md.escape(row.category)} ({row.kind}) {', '.join(places)}".rstrip()

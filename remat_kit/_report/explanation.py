@@ -5,12 +5,12 @@ from collections.abc import Iterable, Sequence
 
 from remat_kit._explanation import Explanation, Floor, Holder, Moment
 from remat_kit._record import Record
-from remat_kit._report.layout import WIDTH, Column, table
+from remat_kit._report.layout import WIDTH, TextColumn, row, table
+from remat_kit._report.rows import NOT_KNOWN, UNKNOWN, categories, phase_words, share_text
 from remat_kit._units import format_bytes
 
 LARGEST = 12
 """Holders that are shown one by one; the others are one line with their sum."""
-_NAME = 36
 
 
 def lines(record: Record, explanation: Explanation) -> Iterable[str]:
@@ -35,7 +35,7 @@ def lines(record: Record, explanation: Explanation) -> Iterable[str]:
 
 def moment_text(moment: Moment) -> str:
     """`backward, in blocks/mlp, at models/x.py:12 (f)`, as far as it is known."""
-    parts = [moment.phase if moment.phase != "unknown" else ""]
+    parts = [moment.phase if moment.phase != NOT_KNOWN else ""]
     inside = moment.module or moment.block
     parts += [f"in {inside}" if inside else "", f"at {moment.source}" if moment.source else ""]
     return ", ".join(part for part in parts if part)
@@ -50,11 +50,8 @@ def event_text(moment: Moment) -> str:
 
 def shares_text(record: Record, explanation: Explanation) -> str:
     """How much of the live peak's bytes is attributed, by category, module and source line."""
-    category = "-" if record.attributed_share is None else _percent(record.attributed_share)
-    return (
-        f"category {category}, module {_percent(explanation.module_share)}, "
-        f"source line {_percent(explanation.source_share)}"
-    )
+    category = UNKNOWN if record.attributed_share is None else f"{record.attributed_share:.1%}"
+    return f"category {category}, module {explanation.module_share:.1%}, source line {explanation.source_share:.1%}"
 
 
 def shape_text(holder: Holder) -> str:
@@ -77,19 +74,19 @@ def holders_table(holders: Sequence[Holder], total: int, name: str) -> list[str]
     blank = ("",) * len(ends)
     return table(
         [
-            Column("category", (*(each.category for each in shown), *(label for label, _ in ends)), least=19),
-            Column("module", (*(each.module for each in shown), *blank), least=16),
-            Column("source", (*(each.source for each in shown), *blank), least=24),
-            Column("phase", (*(each.phase for each in shown), *blank)),
-            Column("shape", (*(shape_text(each) for each in shown), *blank), least=20),
-            Column(
+            TextColumn("category", (*(each.category for each in shown), *(label for label, _ in ends)), least=19),
+            TextColumn("module", (*(each.module for each in shown), *blank), least=16),
+            TextColumn("source", (*(each.source for each in shown), *blank), least=24),
+            TextColumn("phase", (*(each.phase for each in shown), *blank)),
+            TextColumn("shape", (*(shape_text(each) for each in shown), *blank), least=20),
+            TextColumn(
                 "bytes",
                 (*(format_bytes(each.bytes) for each in shown), *(format_bytes(size) for _, size in ends)),
                 right=True,
             ),
-            Column(
+            TextColumn(
                 "share",
-                (*(_share(each.bytes, total) for each in shown), *(_share(size, total) for _, size in ends)),
+                (*(share_text(each.bytes, total) for each in shown), *(share_text(size, total) for _, size in ends)),
                 right=True,
             ),
         ]
@@ -108,15 +105,10 @@ def floor_parts(floor: Floor) -> list[tuple[str, int, str]]:
 
 
 def _categories(record: Record, explanation: Explanation, total: int) -> Iterable[str]:
-    phase = f", in {record.live_peak_phase}" if record.live_peak_phase not in (None, "", "unknown") else ""
-    if record.live_peak_bytes is None:
-        yield "What lives throughout (compiled; the live peak is not known: there is no heap trace of all temporaries)"
-    else:
-        yield f"Live peak (compiled: XLA's heap trace, replayed){phase}"
-    for name, count in sorted(record.categories.items(), key=lambda item: (-item[1], item[0])):
-        yield _row(name, format_bytes(count), f"{_share(count, total):>6}")
-    yield _row("= live peak" if record.live_peak_bytes is not None else "= throughout", format_bytes(total),
-               f"{total:,} bytes")  # fmt: skip
+    yield f"Live peak (compiled: XLA's heap trace, replayed){phase_words(record)}"
+    for name, count in categories(record):
+        yield row(name, format_bytes(count), f"{share_text(count, total):>6}")
+    yield row("= live peak", format_bytes(total), f"{total:,} bytes")
     yield f"  attributed: {shares_text(record, explanation)}"
     if moment := moment_text(explanation.peak):
         yield from _wrapped("moment: ", moment)
@@ -127,34 +119,17 @@ def _categories(record: Record, explanation: Explanation, total: int) -> Iterabl
 def _floor(floor: Floor, total: int) -> Iterable[str]:
     yield "Floor (compiled: no policy can bring the live peak below; a bound, not a promise)"
     for number, (name, count, where) in enumerate(floor_parts(floor)):
-        yield _row(f"{'+ ' if number else ''}{name}", format_bytes(count), where)
-    yield _row("= floor", format_bytes(floor.bytes), f"{_share(floor.bytes, total)} of the live peak")
+        yield row(f"{'+ ' if number else ''}{name}", format_bytes(count), where)
+    yield row("= floor", format_bytes(floor.bytes), f"{share_text(floor.bytes, total)} of the live peak")
 
 
 def _advice(explanation: Explanation) -> Iterable[str]:
     yield "Next steps (by how much the need falls, each by itself, is an estimate)"
     for number, advice in enumerate(explanation.advice, start=1):
-        yield _row(f"{number}. {advice.kind}", format_bytes(advice.bytes), advice.what)
+        yield row(f"{number}. {advice.kind}", format_bytes(advice.bytes), advice.what)
         yield from _wrapped("     ", advice.how)
-
-
-def _row(name: str, value: str, note: str = "") -> str:
-    """Like the rows of the other sections; a long note goes on below itself."""
-    start = f"  {name:<{_NAME}}{value:>14}"
-    if not note:
-        return start.rstrip()
-    return textwrap.fill(note, WIDTH, initial_indent=f"{start}  ", subsequent_indent=" " * (len(start) + 2),
-                         break_on_hyphens=False)  # fmt: skip
 
 
 def _wrapped(lead: str, text: str) -> list[str]:
     return textwrap.wrap(text, WIDTH, initial_indent=f"  {lead}", subsequent_indent=" " * (len(lead) + 2),
                          break_on_hyphens=False)  # fmt: skip
-
-
-def _share(count: int, total: int) -> str:
-    return f"{count / total:.1%}" if total else "-"
-
-
-def _percent(share: float) -> str:
-    return f"{share:.1%}"

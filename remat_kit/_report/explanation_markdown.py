@@ -6,9 +6,12 @@ from remat_kit._explanation import Explanation, Holder
 from remat_kit._record import Record
 from remat_kit._report import rows, text
 from remat_kit._report.explanation import floor_parts, moment_text, shape_text, shares_text, split
+from remat_kit._report.markdown_parts import code, details, escape, fenced, table
+from remat_kit._report.rows import share_text
 from remat_kit._units import format_bytes, format_seconds
 
 _NAMED = 3
+"""Categories that the summary names."""
 
 
 def render(record: Record) -> str:
@@ -24,41 +27,12 @@ def render(record: Record) -> str:
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
-def escape(content: str) -> str:
-    """`content` as Markdown shows it: nothing in it is markup, and it does not end a cell of a table."""
-    for character in "\\|*_`<>[]":
-        content = content.replace(character, f"\\{character}")
-    return " ".join(content.split())
-
-
-def code(content: str) -> str:
-    """`content` in the letters of code, as it is; also in a cell of a table."""
-    content = " ".join(content.split()).replace("|", "\\|")
-    return f"`{content}`" if content and "`" not in content else escape(content)
-
-
-def table(heads: Sequence[str], cells: Iterable[Sequence[str]], left: int) -> list[str]:
-    """A table whose first `left` columns are aligned to the left. Cells are Markdown already."""
-    line = ["---"] * left + ["---:"] * (len(heads) - left)
-    return [f"| {' | '.join(row)} |" for row in (heads, line, *cells)]
-
-
-def details(summary: str, body: Sequence[str]) -> list[str]:
-    """`body`, folded away behind `summary`."""
-    return ["", f"<details><summary>{summary}</summary>", "", *body, "", "</details>"]
-
-
-def fenced(content: str) -> list[str]:
-    """`content` as it is."""
-    return ["```", *content.strip("\n").splitlines(), "```"]
-
-
 def _summary(record: Record) -> Iterable[str]:
     """One line for each of need, time and cost of recomputation, as far as they are known."""
     if record.need_bytes is not None:
         fits = f" ({escape(rows.fits_text(record))})" if record.fits else ""
         peak = f"; live peak {format_bytes(record.live_peak_bytes)}" if record.live_peak_bytes is not None else ""
-        phase = f" in {record.live_peak_phase}" if peak and record.live_peak_phase not in (None, "", "unknown") else ""
+        phase = rows.phase_words(record).removeprefix(",") if peak else ""
         yield f"- **need {format_bytes(record.need_bytes)}**{fits}{peak}{phase} (compiled)"
     if record.predicted_step_s is not None:
         yield f"- step {format_seconds(record.predicted_step_s)} (predicted)"
@@ -75,8 +49,8 @@ def _summary(record: Record) -> Iterable[str]:
 def _explained(record: Record, explanation: Explanation) -> list[str]:
     total = sum(each.bytes for each in explanation.holders)
     largest = [
-        f"{escape(name)} {format_bytes(count)} ({_share(count, total)})"
-        for name, count in sorted(record.categories.items(), key=lambda item: (-item[1], item[0]))[:_NAMED]
+        f"{escape(name)} {format_bytes(count)} ({share_text(count, total)})"
+        for name, count in rows.categories(record)[:_NAMED]
     ]
     lines = [f"- most of the live peak: {', '.join(largest)}"] if largest else []
     if explanation.floor:
@@ -87,10 +61,7 @@ def _explained(record: Record, explanation: Explanation) -> list[str]:
             f"{number}. **{escape(each.kind)}** {escape(each.what)}: {format_bytes(each.bytes)}. {escape(each.how)}"
             for number, each in enumerate(explanation.advice, start=1)
         ]
-    cells = [
-        (escape(name), format_bytes(count), _share(count, total))
-        for name, count in sorted(record.categories.items(), key=lambda item: (-item[1], item[0]))
-    ]
+    cells = [(escape(name), format_bytes(count), share_text(count, total)) for name, count in rows.categories(record)]
     cells.append(("**live peak**", f"**{format_bytes(total)}**", ""))
     body = table(("category", "bytes", "share"), cells, left=1)
     body += ["", f"Attributed: {shares_text(record, explanation)}."]
@@ -120,16 +91,12 @@ def _holders(holders: Sequence[Holder], total: int, name: str) -> list[str]:
             each.phase,
             code(shape_text(each)),
             format_bytes(each.bytes),
-            _share(each.bytes, total),
+            share_text(each.bytes, total),
         )
         for each in shown
     ]
     if rest:
         size = sum(each.bytes for each in rest)
-        cells.append((f"{len(rest):,} more", "", "", "", "", format_bytes(size), _share(size, total)))
-    cells.append((f"**{name}**", "", "", "", "", f"**{format_bytes(total)}**", _share(total, total)))
+        cells.append((f"{len(rest):,} more", "", "", "", "", format_bytes(size), share_text(size, total)))
+    cells.append((f"**{name}**", "", "", "", "", f"**{format_bytes(total)}**", share_text(total, total)))
     return table(("category", "module", "source", "phase", "shape", "bytes", "share"), cells, left=5)
-
-
-def _share(count: int, total: int) -> str:
-    return f"{count / total:.1%}" if total else "-"

@@ -4,26 +4,25 @@ import base64
 import hashlib
 import re
 from functools import cache
+from html import escape
 from pathlib import Path
 
 from remat_kit._diff import Diff
-from remat_kit._diff import diff as difference
 from remat_kit._record import Record
 from remat_kit._report import html_data, html_diff, html_parts
 
 _ASSETS = Path(__file__).parent / "assets"
 """echarts.min.js is a custom build of Apache ECharts; echarts.toml says of which version and how."""
+_SCRIPTS = ("page.js", "timeline.js", "modules.js", "buffers.js")
 
 
-def render(record: Record, before: Record | None = None, diff: Diff | None = None) -> str:
-    """The file's text. With `before` it also shows what changed from `before` to `record`: `diff`, or made here.
+def render(record: Record, diff: Diff | None = None, before: Record | None = None) -> str:
+    """The file's text. `diff` is shown as what changed, `before` as a dashed line over the time line.
 
     Everything is inside: no request leaves the page, and its content security policy forbids any. Text is readable
     without JavaScript; the time line, the map of modules and the table of buffers need it.
     """
-    if before is not None and diff is None:
-        diff = difference(before, record)
-    library, script = _asset("echarts.min.js"), _asset("report.js")
+    library, script = _asset("echarts.min.js"), _script()
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src {_hashes(library, script)}"
     changes, why, charts = html_diff.section(diff), html_parts.why(record), _charts(record)
     parts = {
@@ -36,6 +35,7 @@ def render(record: Record, before: Record | None = None, diff: Diff | None = Non
         "why": why,
         "charts": charts,
         "notes": html_parts.notes(record),
+        "licenses": escape(_asset("echarts.LICENSE.txt"), quote=False),
         "data": html_data.embed(html_data.payload(record, before)),
         "library": library,
         "script": script,
@@ -51,6 +51,12 @@ def _asset(name: str) -> str:
     return (_ASSETS / name).read_text(encoding="utf-8")
 
 
+@cache
+def _script() -> str:
+    """The scripts as one, in a function: their names do not become those of the window."""
+    return f'"use strict";\n(() => {{\n{"\n".join(map(_asset, _SCRIPTS))}}})();\n'
+
+
 def _hashes(*scripts: str) -> str:
     digests = (hashlib.sha256(script.encode()).digest() for script in scripts)
     return " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
@@ -64,7 +70,7 @@ def _links(body: str) -> str:
 
 
 def _charts(record: Record) -> str:
-    """The places that report.js fills; what a record lacks is said instead."""
+    """The places that the scripts fill; what a record lacks is said instead."""
     explanation = record.explanation
     if explanation is None:
         return ""

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from html import escape
 
 from remat_kit._diff import Change, Diff, RowChange
-from remat_kit._report import html_data, html_parts
-from remat_kit._units import format_bytes, format_flops, format_seconds
+from remat_kit._report import html_data, html_parts, rows
+from remat_kit._units import format_bytes
 
-_MOST_ROWS = 40
+_MOST_ROWS = 15
 """Rows of holders that stand in the report at once; the others are folded away below them."""
 
 
@@ -66,11 +66,11 @@ def _two_sided(difference: int, largest: int, colour: str) -> str:
     return f'<td class="bar two"><i style="width:{width:.2%};{edge}:50%;background:{colour}"></i></td>'
 
 
-def _rows(rows: Sequence[RowChange]) -> str:
-    if not rows:
+def _rows(changed: Sequence[RowChange]) -> str:
+    if not changed:
         return ""
-    colours = html_data.colours_of(list(dict.fromkeys(row.category for row in rows)))
-    lines = [_row(row, colours[row.category]) for row in rows]
+    colours = html_data.colours_of(list(dict.fromkeys(row.category for row in changed)))
+    lines = [_row(row, colours[row.category]) for row in changed]
     heads = ("", "category", "module and source", "shape", ">before", ">after", ">difference")
     caption = f"By holder, at the live peak {html_parts.source('compiled')}"
     shown = html_parts.table(heads, lines[:_MOST_ROWS], caption, "holders")
@@ -89,8 +89,8 @@ def _row(row: RowChange, colour: str) -> str:
     return (
         f'<tr><td class="kind {row.kind}">{row.kind}</td>'
         f"<td>{html_parts.swatch(colour)}{escape(row.category)}</td>"
-        f"<td>{html_parts.code(row.module)}{f'<small>{escape(row.source)}</small>' if row.source else ''}</td>"
-        f"<td>{html_parts.code(row.shape)}</td>"
+        f"<td>{html_parts.code(row.modules)}{f'<small>{escape(row.source)}</small>' if row.source else ''}</td>"
+        f"<td>{html_parts.code(row.shapes)}</td>"
         f'<td class="num">{counts[0]}</td><td class="num">{counts[1]}</td>'
         f'<td class="num {_side(row.difference)}">{_delta(change)}</td></tr>'
     )
@@ -99,13 +99,13 @@ def _row(row: RowChange, colour: str) -> str:
 def _changes(diff: Diff) -> str:
     tables = []
     parts = [change for change in diff.need if change.difference]
-    for caption, changes in (
-        (f"Need {html_parts.source('compiled')}", parts),
-        ("Other figures that differ", diff.figures),
-        ("Settings that differ", diff.settings),
+    for caption, changes, source in (
+        (f"Need {html_parts.source('compiled')}", parts, None),
+        ("Other figures that differ", diff.figures, _source),
+        ("Settings that differ", diff.settings, None),
     ):
         lines = [
-            f'<tr><th scope="row">{escape(change.name)}{_source(change, caption)}</th>'
+            f'<tr><th scope="row">{escape(change.name)}{source(change) if source else ""}</th>'
             f'<td class="num">{_value(change.before, change.unit)}</td>'
             f'<td class="num">{_value(change.after, change.unit)}</td>'
             f'<td class="num">{_delta(change)}</td></tr>'
@@ -116,9 +116,9 @@ def _changes(diff: Diff) -> str:
     return f'<div class="tables">{"".join(tables)}</div>' if tables else ""
 
 
-def _source(change: Change, caption: str) -> str:
-    """Where a figure of `Diff.figures` comes from; the other tables say it in their captions."""
-    if change.unit == "text" or "source" in caption:
+def _source(change: Change) -> str:
+    """Where a figure of `Diff.figures` comes from; the need's table says it in its caption."""
+    if change.unit == "text":
         return ""
     named = (kind for kind in ("predicted", "measured") if kind in change.name)
     counted = change.name.startswith(("saved", "model FLOPs", "recomputed"))
@@ -135,18 +135,7 @@ def _value(value: object, unit: str) -> str:
 
 
 def _number(value: float, unit: str) -> str:
-    sign = "−" if value < 0 else ""
-    size = abs(value)
-    match unit:
-        case "bytes":
-            return sign + format_bytes(int(size))
-        case "FLOP":
-            return sign + format_flops(int(size))
-        case "s":
-            return sign + format_seconds(size)
-        case "share":
-            return f"{sign}{size:.1%}"
-    return f"{sign}{size:,}"
+    return f"{'−' if value < 0 else ''}{rows.figure_text(abs(value), unit)}"
 
 
 def _delta(change: Change) -> str:

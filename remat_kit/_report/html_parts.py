@@ -8,16 +8,11 @@ from remat_kit._record import Record
 from remat_kit._report import html_data, rows
 from remat_kit._units import format_bytes, format_flops, format_seconds
 
-_FITS = {
-    "yes": ("good", "fits"),
-    "tight": ("warn", "tight: fits, but not in the pool that JAX takes by default"),
-    "no": ("bad", "does not fit"),
-}
+_FIT_CLASSES = {"yes": "good", "tight": "warn", "no": "bad"}
 _SHOWN_ANYWAY = 0.0005
 """A category with a smaller share than this is listed, with the others like it, in one line."""
-
-
 _HOST_ROWS = 6
+"""Holders of host memory that are shown one by one."""
 
 
 def title(record: Record) -> str:
@@ -65,7 +60,9 @@ def head(record: Record) -> str:
         *record.compile_options.items(),
     ]
     pairs = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(str(value))}</dd></div>" for name, value in settings if value
+        f"<div><dt>{escape(name)}</dt><dd>{escape(str(value))}</dd></div>"
+        for name, value in settings
+        if value and value != rows.NOT_KNOWN
     )
     warned = len(record.warnings)
     link = f'<a href="#notes">{warned} warning{"s" if warned != 1 else ""}</a>' if warned else ""
@@ -124,7 +121,7 @@ def _figures(record: Record) -> Iterable[str]:
 def _fit(record: Record) -> Iterable[str]:
     if record.fits is None:
         return
-    kind, words = _FITS.get(record.fits, ("warn", record.fits))
+    kind, words = _FIT_CLASSES.get(record.fits, "warn"), rows.FIT_WORDS.get(record.fits, record.fits)
     yield f'<strong class="{kind}">{escape(words)}</strong>'
     if record.margin_bytes is not None and record.capacity_bytes:
         used = min(1.0, max(0.0, 1 - record.margin_bytes / record.capacity_bytes))
@@ -157,7 +154,7 @@ def _moment(record: Record) -> str:
     )
     moment = f'<dl class="moment">{_places(peak)}</dl>'
     if peak.event < 0:
-        moment = '<p class="empty">Not known: the program has no heap trace of all its temporaries.</p>'
+        moment = '<p class="empty">All of the step: the program has no temporaries that come and go.</p>'
     return (
         f'<div class="peak"><section><h2>The moment of the peak {source("compiled")}</h2>{moment}</section>'
         f"<section><h2>Bytes at the peak that are attributed {source('compiled')}</h2>"
@@ -166,16 +163,13 @@ def _moment(record: Record) -> str:
 
 
 def _places(peak: Moment) -> str:
-    when = (
-        f"{peak.event:,} of {peak.events:,} of the heap trace" if peak.event >= 0 else "the program has no heap trace"
-    )
     places = (
         ("Phase", escape(peak.phase)),
         ("Block", code(peak.block) if peak.block else "outside of blocks"),
         ("Module", code(peak.module)),
         ("Source", code(peak.source)),
         ("Instruction", code(peak.instruction) + (f" in {code(peak.computation)}" if peak.computation else "")),
-        ("Event", when),
+        ("Event", f"{peak.event:,} of {peak.events:,} of the heap trace"),
     )
     return "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in places)
 
@@ -196,13 +190,11 @@ def why(record: Record) -> str:
 
 
 def _bars(record: Record) -> str:
-    if not record.categories:
-        return '<p class="empty">Nothing is known of the live peak: the program has no heap trace.</p>'
-    known = record.live_peak_bytes is not None
-    # Without a heap trace of all temporaries the analyzer tells what lives throughout, which is no peak.
-    total = record.live_peak_bytes if record.live_peak_bytes is not None else sum(record.categories.values())
+    total = record.live_peak_bytes
+    if not record.categories or total is None:
+        return '<p class="empty">The live peak is not known: there is no heap trace of all temporaries.</p>'
     colours = html_data.colours_of(html_data.categories_of(record))
-    ranked = sorted(record.categories.items(), key=lambda item: (-item[1], item[0]))
+    ranked = rows.categories(record)
     shown = [item for item in ranked if item[1] >= total * _SHOWN_ANYWAY and item[1]]
     rest = [item for item in ranked if item not in shown and item[1]]
     largest = max((count for _, count in shown), default=0)
@@ -221,14 +213,13 @@ def _bars(record: Record) -> str:
             f'<td class="num">&lt; {_SHOWN_ANYWAY:.2%} each</td></tr>'
         )
     lines.append(
-        f'<tr class="sum"><th scope="row">{"live peak" if known else "throughout"}</th><td></td>'
-        f'<td class="num">{format_bytes(total)}</td>'
+        f'<tr class="sum"><th scope="row">live peak</th><td></td><td class="num">{format_bytes(total)}</td>'
         '<td class="num">100%</td></tr>'
     )
     return table(
         ("category", '<span class="hidden">bar</span>', ">bytes", ">share"),
         lines,
-        f"{'What is alive at the peak' if known else 'What lives throughout'} {source('compiled')}",
+        f"What is alive at the peak {source('compiled')}",
         "bars",
     )
 
@@ -265,19 +256,12 @@ def _floor(floor: Floor | None, peak: int | None) -> str:
 def _need(record: Record) -> str:
     if record.need_bytes is None:
         return ""
-    parts = (
-        ("arguments", record.argument_bytes, ""),
-        ("outputs", record.output_bytes, "+"),
-        ("outputs in the place of arguments", record.alias_bytes, "−"),
-        ("temporaries", record.temp_bytes, "+"),
-    )
-    lines = [_sum_row(name, count, sign) for name, count, sign in parts if count is not None]
+    parts = rows.need_parts(record)
+    lines = [_sum_row(name, count, sign.replace("-", "−")) for sign, name, count in parts if count is not None]
     lines.append(_sum_row("need", record.need_bytes, last=True))
     besides: Mapping[str, int | None] = {
         "constants, besides": record.constant_bytes,
-        "on the host, besides": sum(
-            count or 0 for count in (record.host_argument_bytes, record.host_output_bytes, record.host_temp_bytes)
-        ),
+        "on the host, besides": rows.host_bytes(record),
     }
     lines += [_sum_row(name, count) for name, count in besides.items() if count]
     return table(("part", ">bytes"), lines, f"What the need adds up to {source('compiled')}", "sums")
@@ -309,8 +293,7 @@ def notes(record: Record) -> str:
     """Warnings, assumptions, FLOPs, the words that say where a figure comes from."""
     warnings = "".join(f"<li>{escape(text)}</li>" for text in record.warnings)
     assumed = "".join(f"<li>{escape(text)}</li>" for text in record.assumptions)
-    times = (("traced", record.trace_s), ("compiled", record.compile_s), ("analyzed", record.analyze_s))
-    spent = ", ".join(f"{name} in {format_seconds(seconds)}" for name, seconds in times if seconds is not None)
+    spent = rows.spent_text(record)
     return (
         '<section id="notes" class="section"><h2>Notes</h2><div class="columns"><div>'
         f"<h3>Warnings</h3>{f'<ul class=warnings>{warnings}</ul>' if warnings else '<p>None.</p>'}"

@@ -1,11 +1,23 @@
-"""Tables of plain text: columns as wide as what is in them, and what is too long shortened in the middle."""
+"""Rows and tables of plain text: columns as wide as what is in them, what is too long broken or shortened."""
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 WIDTH = 120
 """Columns of a page: reports are read in terminals, logs and code blocks."""
 _CUT = "…"
+_NAME = 36
+"""Columns for the name in a row of name and value."""
+
+
+def row(name: str, value: str, note: str = "") -> str:
+    """A line of name, value and note; a long note goes on below itself."""
+    start = f"  {name:<{_NAME}}{value:>14}"
+    if not note:
+        return start.rstrip()
+    return textwrap.fill(note, WIDTH, initial_indent=f"{start}  ", subsequent_indent=" " * (len(start) + 2),
+                         break_on_hyphens=False)  # fmt: skip
 
 
 def shorten(text: str, width: int) -> str:
@@ -28,7 +40,7 @@ def shorten(text: str, width: int) -> str:
 
 
 @dataclass(frozen=True)
-class Column:
+class TextColumn:
     """A column: its head, its cells, and how narrow it may become before the page overflows."""
 
     head: str
@@ -38,7 +50,7 @@ class Column:
     """Wider cells are shortened to no less than this when the page is full; by default never."""
 
 
-def table(columns: Sequence[Column], width: int = WIDTH, indent: str = "  ", gap: str = "  ") -> list[str]:
+def table(columns: Sequence[TextColumn], width: int = WIDTH, indent: str = "  ", gap: str = "  ") -> list[str]:
     """The lines of a table. The widest columns that may be shortened give way first."""
     widths = [max(map(len, (column.head, *column.cells))) for column in columns]
     room = width - len(indent) - len(gap) * (len(columns) - 1)

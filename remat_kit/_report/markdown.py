@@ -31,4 +31,5 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def _escape(text: str) -> str:
+    """Only what would end a cell or begin emphasis: a README is read as it is written, too."""
     return text.replace("|", "\\|").replace("*", "\\*")

@@ -6,11 +6,18 @@ from dataclasses import dataclass
 from remat_kit._effect import is_without_use
 from remat_kit._pareto import NEED_TOLERANCE, Standing, standings, step_seconds, time_tolerance
 from remat_kit._record import Record
-from remat_kit._units import GiB, KiB, MiB, format_bytes, format_seconds
+from remat_kit._units import GiB, KiB, MiB, format_bytes, format_flops, format_seconds
 
 UNKNOWN = "-"
 NOT_KNOWN = "unknown"
-"""What a record of a program from a file has in the place of settings."""
+"""What a record of a program from a file has in the place of settings, and of a phase that no name tells."""
+
+FIT_WORDS: Mapping[str, str] = {
+    "yes": "fits",
+    "tight": "tight: fits, but not in the pool that JAX takes by default",
+    "no": "does not fit",
+}
+"""What `fits` of a record means."""
 
 
 def unit_for(counts: Iterable[int | None]) -> tuple[str, int]:
@@ -34,6 +41,25 @@ def seconds_text(seconds: float | None) -> str:
     return UNKNOWN if seconds is None else format_seconds(seconds)
 
 
+def figure_text(value: float | str, unit: str) -> str:
+    """A figure in its unit: bytes, FLOP, s or count; text is itself."""
+    match unit:
+        case "bytes":
+            return format_bytes(int(value))
+        case "FLOP":
+            return format_flops(int(value))
+        case "s":
+            return format_seconds(float(value))
+        case "count":
+            return f"{value:,}"
+    return str(value)
+
+
+def share_text(part: float, whole: float) -> str:
+    """`part` as a percentage of `whole`, of which there may be none."""
+    return f"{part / whole:.1%}" if whole else UNKNOWN
+
+
 def milliseconds(seconds: float | None) -> str:
     """Seconds as milliseconds, three digits that count or more."""
     if seconds is None:
@@ -49,6 +75,37 @@ def recompute_percent(record: Record) -> str:
     if record.recompute_flops is None or not record.model_flops:
         return UNKNOWN
     return f"{record.recompute_flops / record.model_flops:.1%}"
+
+
+def phase_words(record: Record) -> str:
+    """`, in backward`: the phase of the live peak behind its figure; "" when it is not known."""
+    return f", in {record.live_peak_phase}" if record.live_peak_phase not in (None, "", NOT_KNOWN) else ""
+
+
+def categories(record: Record) -> list[tuple[str, int]]:
+    """The categories at the live peak with their bytes, largest first."""
+    return sorted(record.categories.items(), key=lambda item: (-item[1], item[0]))
+
+
+def need_parts(record: Record) -> tuple[tuple[str, str, int | None], ...]:
+    """What the need adds up to: sign, name, bytes."""
+    return (
+        ("", "arguments", record.argument_bytes),
+        ("+", "outputs", record.output_bytes),
+        ("-", "outputs in the place of arguments", record.alias_bytes),
+        ("+", "temporaries", record.temp_bytes),
+    )
+
+
+def host_bytes(record: Record) -> int:
+    """Bytes in host memory, which come besides the need."""
+    return sum(count or 0 for count in (record.host_argument_bytes, record.host_output_bytes, record.host_temp_bytes))
+
+
+def spent_text(record: Record) -> str:
+    """`traced in 1.20 s, compiled in 9.00 s`: how long the kit took, as far as it is known."""
+    times = (("traced", record.trace_s), ("compiled", record.compile_s), ("analyzed", record.analyze_s))
+    return ", ".join(f"{name} in {format_seconds(seconds)}" for name, seconds in times if seconds is not None)
 
 
 def fits_text(record: Record) -> str:
@@ -105,7 +162,9 @@ def columns(records: Sequence[Record]) -> list[Column]:
     def column(name: str, source: str, cells: Sequence[str], left: bool = False) -> Column:
         return Column(name, source, tuple(cells), left)
 
-    found = [column("policy", "", [record.policy for record in records], left=True)]
+    # A program that came as a file has a name, and no policy.
+    named = "policy" if any(record.policy for record in records) else "program"
+    found = [column(named, "", [record.policy or record.workload for record in records], left=True)]
     found += [
         column(name, "", cells, left=True)
         for name, cells in (
@@ -161,7 +220,8 @@ def failures(records: Sequence[Record]) -> list[str]:
 
 def _named(records: Sequence[Record]) -> Iterable[tuple[str, Record]]:
     several = len({record.gemm_backend for record in records}) > 1
-    names = [f"{record.policy} ({record.gemm_backend})" if several else record.policy for record in records]
+    backends = [f" ({record.gemm_backend})" if several else "" for record in records]
+    names = [(record.policy or record.workload) + backend for record, backend in zip(records, backends, strict=True)]
     return zip(names, records, strict=True)
 
 

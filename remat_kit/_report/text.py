@@ -5,10 +5,8 @@ from collections.abc import Iterable
 
 from remat_kit._record import Record
 from remat_kit._report import explanation, rows
-from remat_kit._report.layout import WIDTH
+from remat_kit._report.layout import WIDTH, row
 from remat_kit._units import MiB, format_bytes, format_flops, format_seconds
-
-_WIDTH = 36
 
 
 def render(record: Record) -> str:
@@ -34,66 +32,50 @@ def render(record: Record) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _row(name: str, value: str, note: str = "") -> str:
-    return f"  {name:<{_WIDTH}}{value:>14}{f'  {note}' if note else ''}".rstrip()
-
-
 def _need(record: Record) -> Iterable[str]:
     if record.need_bytes is None:
         return
     yield "Need (compiled: XLA's buffer assignment)"
-    for sign, name, count in (
-        ("", "arguments", record.argument_bytes),
-        ("+ ", "outputs", record.output_bytes),
-        ("- ", "outputs in the place of arguments", record.alias_bytes),
-        ("+ ", "temporaries", record.temp_bytes),
-    ):
-        yield _row(sign + name, rows.bytes_text(count))
-    yield _row("= need", format_bytes(record.need_bytes), f"{record.need_bytes:,} bytes")
+    for sign, name, count in rows.need_parts(record):
+        yield row(f"{sign} {name}".lstrip(), rows.bytes_text(count))
+    yield row("= need", format_bytes(record.need_bytes), f"{record.need_bytes:,} bytes")
     if record.constant_bytes and record.constant_bytes >= MiB:
-        yield _row("constants, besides", format_bytes(record.constant_bytes))
-    hosts = (record.host_argument_bytes, record.host_output_bytes, record.host_temp_bytes)
-    if any(hosts):
-        yield _row("on the host, besides", format_bytes(sum(count or 0 for count in hosts)))
+        yield row("constants, besides", format_bytes(record.constant_bytes))
+    if host := rows.host_bytes(record):
+        yield row("on the host, besides", format_bytes(host))
     if record.fits is None:
         return
-    word = {
-        "yes": "fits",
-        "tight": "tight: fits, but not in the pool that JAX takes by default",
-        "no": "does not fit",
-    }.get(record.fits, record.fits)
-    yield _row("of what a process can allocate", rows.bytes_text(record.capacity_bytes), word)
+    words = rows.FIT_WORDS.get(record.fits, record.fits)
+    yield row("of what a process can allocate", rows.bytes_text(record.capacity_bytes), words)
     if record.margin_bytes is not None:
         side = "missing" if record.margin_bytes < 0 else "left"
-        yield _row(f"  {side}", format_bytes(abs(record.margin_bytes)))
+        yield row(f"  {side}", format_bytes(abs(record.margin_bytes)))
     for assumption in record.assumptions:
         yield f"  assumed: {assumption}"
 
 
 def _live_peak(record: Record) -> Iterable[str]:
+    if record.live_peak_bytes is None:
+        return
     if record.explanation is not None:
         yield from explanation.lines(record, record.explanation)
         return
-    if record.live_peak_bytes is None:
-        return
-    phase = f", in {record.live_peak_phase}" if record.live_peak_phase else ""
-    yield f"Live peak (compiled: XLA's heap trace, replayed){phase}"
-    for name, count in sorted(record.categories.items(), key=lambda item: (-item[1], item[0])):
-        share = count / record.live_peak_bytes if record.live_peak_bytes else 0.0
-        yield _row(name, format_bytes(count), f"{share:6.1%}")
-    yield _row("= live peak", format_bytes(record.live_peak_bytes), f"{record.live_peak_bytes:,} bytes")
+    yield f"Live peak (compiled: XLA's heap trace, replayed){rows.phase_words(record)}"
+    for name, count in rows.categories(record):
+        yield row(name, format_bytes(count), f"{rows.share_text(count, record.live_peak_bytes):>6}")
+    yield row("= live peak", format_bytes(record.live_peak_bytes), f"{record.live_peak_bytes:,} bytes")
     if record.attributed_share is not None:
-        yield _row("with a known category", f"{record.attributed_share:.1%}")
+        yield row("with a known category", f"{record.attributed_share:.1%}")
 
 
 def _saved(record: Record) -> Iterable[str]:
     if record.saved_bytes is None and record.saved_bytes_per_block is None:
         return
     yield "Saved from forward to backward (counted on the jaxpr)"
-    yield _row("a block", rows.bytes_text(record.saved_bytes_per_block))
-    yield _row("the whole step", rows.bytes_text(record.saved_bytes))
+    yield row("a block", rows.bytes_text(record.saved_bytes_per_block))
+    yield row("the whole step", rows.bytes_text(record.saved_bytes))
     if record.saved_host_bytes:
-        yield _row("the whole step, on the host", format_bytes(record.saved_host_bytes))
+        yield row("the whole step, on the host", format_bytes(record.saved_host_bytes))
 
 
 def _effect(record: Record) -> Iterable[str]:
@@ -106,10 +88,10 @@ def _flops(record: Record) -> Iterable[str]:
     if record.step_flops is None or record.model_flops is None or record.recompute_flops is None:
         return
     yield "FLOPs (counted on the jaxpr: matmuls, convolutions and fused attention)"
-    yield _row("model", format_flops(record.model_flops))
+    yield row("model", format_flops(record.model_flops))
     note = "" if record.recomputed_matmuls is None else f", {record.recomputed_matmuls} matmuls"
-    yield _row("+ recomputed", format_flops(record.recompute_flops), f"{rows.recompute_percent(record)} of model{note}")
-    yield _row("= step", format_flops(record.step_flops))
+    yield row("+ recomputed", format_flops(record.recompute_flops), f"{rows.recompute_percent(record)} of model{note}")
+    yield row("= step", format_flops(record.step_flops))
 
 
 def _predicted(record: Record) -> Iterable[str]:
@@ -117,8 +99,8 @@ def _predicted(record: Record) -> Iterable[str]:
         return
     yield "Step time (predicted: a roofline over the scheduled program, not a measurement)"
     for name, seconds in record.predicted_breakdown_s.items():
-        yield _row(name.replace("_", " "), format_seconds(seconds))
-    yield _row("= step", format_seconds(record.predicted_step_s))
+        yield row(name.replace("_", " "), format_seconds(seconds))
+    yield row("= step", format_seconds(record.predicted_step_s))
 
 
 def _measured(record: Record) -> Iterable[str]:
@@ -128,16 +110,14 @@ def _measured(record: Record) -> Iterable[str]:
     where = f" on {measured.device}, {measured.rounds} rounds" if measured else ""
     yield f"Measured{where}"
     if measured:
-        yield _row("step, median", format_seconds(measured.median))
-        yield _row("10th to 90th percentile", f"{format_seconds(measured.p10)} to {format_seconds(measured.p90)}")
+        yield row("step, median", format_seconds(measured.median))
+        yield row("10th to 90th percentile", f"{format_seconds(measured.p10)} to {format_seconds(measured.p90)}")
     if record.measured_peak_bytes is not None:
-        yield _row("allocator's peak", format_bytes(record.measured_peak_bytes))
+        yield row("allocator's peak", format_bytes(record.measured_peak_bytes))
 
 
 def _closing(record: Record) -> Iterable[str]:
     for warning in record.warnings:
         yield f"warning: {warning}"
-    times = (("traced", record.trace_s), ("compiled", record.compile_s), ("analyzed", record.analyze_s))
-    spent = ", ".join(f"{name} in {format_seconds(seconds)}" for name, seconds in times if seconds is not None)
-    if spent:
+    if spent := rows.spent_text(record):
         yield f"({spent})"

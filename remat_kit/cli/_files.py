@@ -16,13 +16,17 @@ if TYPE_CHECKING:
     from remat_kit._target import Target
 
 
+SHOWN = 10
+"""Modules that are listed before a report: the largest. Of a training script's dump the rest is small change."""
+
+
 @dataclass(frozen=True)
 class Given:
     """What a file or folder gave.
 
     Attributes:
       record: its record. data: the program, None of a saved record.
-      listing: all modules that are there, the chosen one marked; "" of a saved record.
+      listing: the modules that are there, the chosen one marked; "" of a saved record.
     """
 
     record: Record
@@ -32,7 +36,7 @@ class Given:
 
 def is_file(text: str) -> bool:
     """Whether an argument means a file or a folder, and not a workload: it exists, or is written like one."""
-    return (
+    return bool(text) and (
         text == _output.STDOUT or text.endswith((".pb", ".json")) or "/" in text or "\\" in text or Path(text).exists()
     )
 
@@ -51,12 +55,17 @@ def holds_records(text: str) -> bool:
         return False  # the one that reads it says why
 
 
-def read(text: str, target: str | None = None, module: str | None = None, policy: str | None = None) -> Given:
+def read(
+    text: str, target: str | None = None, module: str | None = None, policy: str | None = None, lines: int = SHOWN
+) -> Given:
     """The record of a saved report, or of a program, which is analyzed here without compiling it.
 
     `target` is what a program's fit and step time are judged for; `policy` chooses among saved records, `module`
-    among programs. Raises RematKitError when there is nothing to choose, or nothing to choose from.
+    among programs, of which the `lines` largest are listed. Raises RematKitError when there is nothing to choose, or
+    nothing to choose from.
     """
+    if not text:
+        raise RematKitError("the name of a file or folder is empty. Give a file that --json wrote, or an XLA dump.")
     if holds_records(text):
         for name, value in (("--target", target), ("--module", module)):
             if value is not None:
@@ -73,10 +82,11 @@ def read(text: str, target: str | None = None, module: str | None = None, policy
     chosen = _modules.choose(modules, module)
     data = _modules.read(chosen)
 
-    from remat_kit import _analyze
+    # Here, so that saved reports are read without NumPy.
+    from remat_kit._program import analyze_module
 
-    record = _analyze.analyze_module(data, chosen.name, judged)
-    return Given(record, data, _modules.listing(modules, chosen) + "\n")
+    record = analyze_module(data, chosen.name, judged)
+    return Given(record, data, _modules.listing(modules, chosen, lines) + "\n")
 
 
 def one_record(records: Sequence[Record], policy: str | None, where: str) -> Record:
@@ -86,7 +96,10 @@ def one_record(records: Sequence[Record], policy: str | None, where: str) -> Rec
         return found[0]
     if not records:
         raise RematKitError(f"{where} holds no record. Give a file that --json wrote.")
-    names = ", ".join(dict.fromkeys(record.policy for record in records))
+    if not any(record.policy for record in records):
+        what = f"holds {len(records)} record{'s' if len(records) > 1 else ''} of programs, which have no policy"
+        raise RematKitError(f"{where} {what}. Give a file that holds one, and no policy.")
+    names = ", ".join(dict.fromkeys(record.policy or f"no policy ({record.workload})" for record in records))
     if not found:
         raise RematKitError(f"{where} holds no record of policy {policy!r}. It has: {names}.")
     if policy is None:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -81,6 +82,11 @@ def command(
         given, base = _files.read(subject, target, module, policy), None
     else:
         _files.refuse(context, {"module": "--module"}, f"{subject} is a workload, which is one program. Leave it out.")
+        if ":" not in subject:
+            raise RematKitError(
+                f"there is no file or folder {subject!r}, and a workload is module:function, e.g. "
+                "models.transformer:gpt. Give one of them."
+            )
         _input.check_workload(subject)
         typed = (subject, _input.parse_options(options), target or "cpu", mesh)
         given, base = _compile(typed, policy or "full", against, gemm, (xla_remat, autotune_results, xla_options))
@@ -126,7 +132,7 @@ def _analyzed(cell: "Cell") -> _files.Given:
     from remat_kit._policy import get_policy
     from remat_kit._step import Workload
 
-    compiled = _cell._compiled(cell, cell.policy, cell.target)
+    compiled = _cell.compile_cell(cell)
     record = analyze(compiled, Workload(cell.workload, cell.options), get_policy(cell.policy))
     return _files.Given(record, compiled.hlo_proto)
 
@@ -150,14 +156,16 @@ def _show(
     else:
         shown = text.render(record)
         compared = diff_report.text(difference) if difference else ""
-    page = html.render(record, before=base, diff=difference) if html_file else None
+    page = html.render(record, difference, base) if html_file else None
     if xprof and given.data is not None:
         _xprof.write(xprof, given.data, force)
     if json_file:
         _output.write(json_file, _record.dump([record, base] if base else record))
     if html_file and page is not None:
         _output.write(html_file, page)
-    # The list first: it may be long, and the report is what one wants to see.
-    _output.show("\n".join(part for part in (given.listing, shown, compared) if part), taken)
-    if xprof:
-        _output.show(f"\nwritten for XProf; open it with: xprof --logdir {Path(xprof)}\n", taken)
+    written = f"\nwritten for XProf; open it with: xprof --logdir {shlex.quote(str(Path(xprof)))}\n" if xprof else ""
+    # The list first: it may be long, and the report is what one wants to see. Markdown is for a file or a comment.
+    aside = _output.STDOUT if form == "markdown" else taken
+    _output.show(given.listing and given.listing + "\n", aside)
+    _output.show("\n".join(part for part in (shown, compared) if part), taken)
+    _output.show(written, aside)

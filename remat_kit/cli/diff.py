@@ -13,6 +13,7 @@ from remat_kit._report import html
 from remat_kit.cli import _files, _input, _output
 
 _FORMATS = ("text", "markdown")
+_LISTED = 3  # modules of each side: what differs is what one wants to see
 
 
 def command(
@@ -40,9 +41,12 @@ def command(
     if form not in _FORMATS:
         raise RematKitError(f"--format is {form!r}. Give one of {', '.join(_FORMATS)}.")
     taken = _output.check_all((json_file, html_file), force)
-    if before == after and not (before_policy or before_module):
-        raise RematKitError(f"both sides are {before}. Say what to compare, with --before-policy or --before-module.")
     saved = [_files.holds_records(where) for where in (before, after)]
+    if before == after == _output.STDOUT:
+        raise RematKitError("both sides are -, and standard input can be read once. Give one of them a file.")
+    if before == after and not (before_policy if saved[0] else before_module):
+        option = "--before-policy" if saved[0] else "--before-module"
+        raise RematKitError(f"both sides are {before}. Say what to compare it with, by {option} or another file.")
     for name, value, used in (
         ("--policy", policy, any(saved)),
         ("--before-policy", before_policy, saved[0]),
@@ -63,14 +67,17 @@ def command(
         found, before=_files.titled(found.before, before), after=_files.titled(found.after, after)
     )
     shown = diff_report.markdown(found) if form == "markdown" else diff_report.text(found)
-    page = html.render(new.record, before=old.record, diff=found) if html_file else None
+    page = html.render(new.record, found, old.record) if html_file else None
     if json_file:
         _output.write(json_file, json.dumps(found.to_json(), indent=1, default=str) + "\n")
     if html_file and page is not None:
         _output.write(html_file, page)
-    _output.show("\n".join(part for part in (old.listing, new.listing, shown) if part), taken)
+    # Markdown is for a file or a comment: the lists of modules go elsewhere.
+    lists = "".join(part + "\n" for part in (old.listing, new.listing) if part)
+    _output.show(lists, _output.STDOUT if form == "markdown" else taken)
+    _output.show(shown, taken)
 
 
 def _read(where: str, saved: bool, policy: str | None, module: str | None, target: str | None) -> _files.Given:
     """One side: each option goes to the kind of side that it is for."""
-    return _files.read(where, policy=policy) if saved else _files.read(where, target, module)
+    return _files.read(where, policy=policy) if saved else _files.read(where, target, module, lines=_LISTED)
