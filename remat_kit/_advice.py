@@ -18,6 +18,7 @@ from remat_kit._hlo.flow import Value
 from remat_kit._hlo.heap import LiveBuffer
 from remat_kit._hlo.line import Line
 from remat_kit._hlo.module import Instruction
+from remat_kit._hlo.scope import starred
 from remat_kit._hlo.structure import PARAMETER, STATE, bits_at
 from remat_kit._phase import BACKWARD, FORWARD, RECOMPUTE, UPDATE
 from remat_kit._units import format_bytes
@@ -159,6 +160,7 @@ def _recompute(found: Anatomy, line: Line) -> Iterator[Advice]:
     saved = line.series(lambda _, known: _is_block_activation(known))
     layers = _layers(found)
     if not saved.any() or layers < 2:
+        yield from _recompute_parts(found, line)
         return
     at = found.heap.peak_event or 0
     inputs = min(_carried_bytes(found) / _saved_bytes_per_layer(found, layers, saved), 1.0)
@@ -171,10 +173,27 @@ def _recompute(found: Anatomy, line: Line) -> Iterator[Advice]:
         block, what = largest
         yield Advice(
             "recompute",
-            block,
+            starred(block, block),
             promise,
             f"recompute the blocks in backward (policy full, or one that keeps less): {layers} blocks keep "
             f"{format_bytes(int(saved.max()))} for it, most of it {what}",
+        )
+
+
+def _recompute_parts(found: Anatomy, line: Line) -> Iterator[Advice]:
+    """Where no block repeats: two parts of the model, each recomputed, hold half of it at a time."""
+    saved = line.series(lambda _, known: known.category == "saved activations")
+    if RECOMPUTE in found.structure.phases.values():
+        return
+    promise = _promise(line, line.bytes.sum(axis=0) - saved / 2)
+    largest = _largest(found, found.heap.peak_event or 0, lambda known: known.category == "saved activations")
+    if promise > 0 and largest:
+        yield Advice(
+            "recompute",
+            "the layers",
+            promise,
+            "recompute the layers in backward, each wrapped by itself with remat(policy): "
+            f"{format_bytes(int(saved.max()))} are kept for it, most of it {largest[1]}; no block repeats in the program's names, so this counts half",
         )
 
 

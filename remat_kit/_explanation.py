@@ -112,17 +112,17 @@ class Floor:
     """How far any policy could lower the live peak: what is not up to a policy. A lower bound, not a promise.
 
     Attributes:
-      arguments, outputs, constants: what lives throughout the step.
-      transient: the most that is alive at one moment of what no policy moves (gradients, loss head, workspace of one
-        block's backward, the optimizer's), saved activations and recomputed values left out.
+      argument_bytes, output_bytes, constant_bytes: what lives throughout the step.
+      transient_bytes: the most that is alive at one moment of what no policy moves (gradients, loss head, workspace of
+        one block's backward, the optimizer's), saved activations and recomputed values left out.
       transient_phase, transient_module: of that moment.
       bytes: the sum.
     """
 
-    arguments: int
-    outputs: int
-    constants: int
-    transient: int
+    argument_bytes: int
+    output_bytes: int
+    constant_bytes: int
+    transient_bytes: int
     transient_phase: str
     transient_module: str
     bytes: int

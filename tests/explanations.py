@@ -67,10 +67,10 @@ HOST_HOLDERS = (
            layers=12),
 )  # fmt: skip
 FLOOR = Floor(
-    arguments=1424 * MiB,
-    outputs=500,
-    constants=4,
-    transient=512 * MiB,
+    argument_bytes=1424 * MiB,
+    output_bytes=500,
+    constant_bytes=4,
+    transient_bytes=512 * MiB,
     transient_phase="backward",
     transient_module="head",
     bytes=1936 * MiB + 504,

@@ -162,3 +162,29 @@ def test_nothing_is_advised_where_nothing_helps():
     record = record_of(compiled(step, "cpu"))
     assert record.explanation is not None
     assert (record.live_peak_bytes, record.explanation.advice) == (4096, ())
+
+
+def test_wrap_the_layers_where_no_block_repeats():
+    """Layers in one function without names: nothing tells them apart, and half of what they keep is promised."""
+
+    def step(wrap: Any) -> Step:
+        def layer(x: Any, w: Any) -> Any:
+            return jnp.sin(jnp.tanh(x @ w))
+
+        def fn(ws: Any, x: Any) -> Any:
+            def loss(ws: Any) -> Any:
+                return jnp.square(functools.reduce(wrap(layer), ws, x)).mean()
+
+            return jax.tree.map(lambda w, g: w - 0.1 * g, ws, jax.grad(loss)(ws))
+
+        ws = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 12
+        args = (ws, jax.ShapeDtypeStruct((4096, 64), jnp.float32))
+        return Step(fn, args, donate=(0,), labels={"params": 0, "batch": 1})
+
+    before, after = (record_of(compiled(step(wrap), "cpu")) for wrap in (lambda f: f, jax.checkpoint))
+    advice = first_advice(before)
+    assert (advice.kind, advice.what) == ("recompute", "the layers")
+    assert "no block repeats" in advice.how
+    assert_kept(before, after, advice)
+    assert after.explanation is not None
+    assert "recompute" not in [each.kind for each in after.explanation.advice]

@@ -105,7 +105,7 @@ def the_time_line_adds_up(step: CompiledStep, record: Record, found: Explanation
 def nothing_lies_below_the_floor(record: Record, found: Explanation) -> None:
     floor = found.floor
     assert floor is not None
-    assert floor.bytes == floor.arguments + floor.outputs + floor.constants + floor.transient
+    assert floor.bytes == floor.argument_bytes + floor.output_bytes + floor.constant_bytes + floor.transient_bytes
     assert 0 < floor.bytes <= (record.live_peak_bytes or 0)
 
 

@@ -180,8 +180,8 @@ WANTED = r"Give the \*after_optimizations\.hlo\.pb that XLA writes with xla_dump
     ("name", "content", "message"),
     [
         ("a.hlo.pb", b"", rf"a\.hlo\.pb: it is empty\. {WANTED}"),
-        ("a.hlo.pb.gz", gzip.compress(b"x"), r"it is compressed\. Unpack it with gunzip"),
-        ("a.hlo.pb", gzip.compress(b"x"), r"it is compressed\. Unpack it with gunzip"),
+        ("a.hlo.pb.gz", gzip.compress(b"x", mtime=0), r"it is compressed\. Unpack it with gunzip"),
+        ("a.hlo.pb", gzip.compress(b"x", mtime=0), r"it is compressed\. Unpack it with gunzip"),
         ("a.after_optimizations.txt", b"HloModule jit_step", rf"it is a text dump.*{WANTED}"),
         ("a.hlo.pb", b"HloModule jit_step", "not a serialized HloProto|hold no HLO module"),
         ("a.before_optimizations.hlo.pb", program(assigned=False), rf"it is from before optimization, so.*{WANTED}"),

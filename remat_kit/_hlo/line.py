@@ -92,10 +92,10 @@ class Line:
         lasting = heap.throughout
         transient = int(fixed[at]) - heap.throughout_bytes
         return Floor(
-            arguments=lasting.get("parameter", 0),
-            outputs=lasting.get("live_out", 0),
-            constants=lasting.get("constant", 0) + lasting.get("fixed", 0),
-            transient=transient,
+            argument_bytes=lasting.get("parameter", 0),
+            output_bytes=lasting.get("live_out", 0),
+            constant_bytes=lasting.get("constant", 0),
+            transient_bytes=transient + lasting.get("fixed", 0),  # a lone temporary outside the heap
             transient_phase=phase,
             transient_module=module,
             bytes=int(fixed[at]),

@@ -97,10 +97,10 @@ def floor_parts(floor: Floor) -> list[tuple[str, int, str]]:
     """What adds up to the floor: name, bytes, where."""
     where = ", ".join(part for part in (floor.transient_phase, floor.transient_module) if part)
     return [
-        ("arguments", floor.arguments, ""),
-        ("outputs", floor.outputs, ""),
-        ("constants", floor.constants, ""),
-        ("largest transient", floor.transient, f"in {where}" if where else ""),
+        ("arguments", floor.argument_bytes, ""),
+        ("outputs", floor.output_bytes, ""),
+        ("constants", floor.constant_bytes, ""),
+        ("largest transient", floor.transient_bytes, f"in {where}" if where else ""),
     ]
 
 

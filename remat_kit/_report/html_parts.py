@@ -241,10 +241,10 @@ def _floor(floor: Floor | None, peak: int | None) -> str:
     where = ", ".join(part for part in (escape(floor.transient_phase), code(floor.transient_module)
                                         if floor.transient_module else "") if part)  # fmt: skip
     parts = (
-        ("arguments", floor.arguments),
-        ("outputs", floor.outputs),
-        ("constants", floor.constants),
-        (f"most at one moment that no policy moves{f'<small>{where}</small>' if where else ''}", floor.transient),
+        ("arguments", floor.argument_bytes),
+        ("outputs", floor.output_bytes),
+        ("constants", floor.constant_bytes),
+        (f"most at one moment that no policy moves{f'<small>{where}</small>' if where else ''}", floor.transient_bytes),
     )
     lines = [_sum_row(name, count) for name, count in parts if count]
     lines.append(_sum_row("floor", floor.bytes, last=True))
