@@ -193,7 +193,8 @@ def _recompute_parts(found: Anatomy, line: Line) -> Iterator[Advice]:
             "the layers",
             promise,
             "recompute the layers in backward, each wrapped by itself with remat(policy): "
-            f"{format_bytes(int(saved.max()))} are kept for it, most of it {largest[1]}; no block repeats in the program's names, so this counts half",
+            f"{format_bytes(int(saved.max()))} are kept for it, most of it {largest[1]}; no block repeats in the "
+            "program's names, so this counts half",
         )
 
 
