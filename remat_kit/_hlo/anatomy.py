@@ -65,7 +65,7 @@ def _makers(module: Module, proto: Any) -> dict[int, Value]:
         place = buffer.defined_at
         maker = instructions.get(place.instruction_id)
         if maker is not None:
-            found[buffer.id] = (maker, tuple(place.shape_index))
+            found[buffer.id] = (maker, tuple([max(0, position) for position in place.shape_index]))
     return found
 
 

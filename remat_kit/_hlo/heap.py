@@ -253,7 +253,10 @@ class _Stretches:
             identifier = defined.instruction_id
             instruction = self._instructions.get(identifier)
             name = instruction.name if instruction else defined.instruction_name
-            place = self._places[buffer] = (name, identifier, tuple(defined.shape_index))
+            index = tuple(defined.shape_index)
+            if index and min(index) < 0:
+                raise RematKitError(f"logical buffer {buffer} is at {list(index)} of a result. {NEXT}")
+            place = self._places[buffer] = (name, identifier, index)
         return place
 
     def _owner(self, fixed: Fixed) -> int:

@@ -357,6 +357,8 @@ def _computation(
             ) from None
         if len(operands) < _LEAST_OPERANDS.get(opcode, 0):
             raise RematKitError(f"instruction {proto.name!r} ({opcode}) has {len(operands)} operands. {_NEXT}")
+        if proto.tuple_index < 0 or proto.parameter_number < 0:
+            raise RematKitError(f"instruction {proto.name!r} ({opcode}) has a number below 0. {_NEXT}")
         if identifier in instructions:
             raise RematKitError(f"two instructions of the module have the id {identifier}. {_NEXT}")
         key = proto.shape.SerializeToString()
