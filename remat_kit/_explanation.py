@@ -133,7 +133,7 @@ class Advice:
     """One step that would lower the need.
 
     Attributes:
-      kind: donate, recompute, offload, chunk the loss head, shard, accumulate in lower precision, ...
+      kind: donate, recompute, offload, chunk the loss head, or shard.
       what: what it is done to.
       bytes: by how much the need falls, an estimate.
       how: what to change, in one sentence.
