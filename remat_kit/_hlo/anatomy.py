@@ -31,17 +31,18 @@ class Anatomy:
     makers: Mapping[int, Value]
 
 
-def anatomy(module: Module, proto: Any, heap: Heap, said: Mapping[str, str] | None = None) -> Anatomy:
+def anatomy(module: Module, proto: Any, heap: Heap, argument_categories: Mapping[str, str] | None = None) -> Anatomy:
     """Every buffer of a program with its category, module, source line and phase. Linear in the program.
 
-    `said` is what the step says of its arguments, where there is a step: the category of each by the name of its leaf.
+    `argument_categories` is what the step says of its arguments, where there is a step: the category of each by the
+    name of its leaf.
     """
     names = {
         parameter.parameter_number: parameter.op_name.replace("\\'", "'")  # XLA escapes the quotes of a path
         for parameter in module.entry.parameters
     }
-    said = said or {}
-    categories = {number: said[name] for number, name in names.items() if name in said}
+    argument_categories = argument_categories or {}
+    categories = {number: argument_categories[name] for number, name in names.items() if name in argument_categories}
     roles = categories
     if not all(categories.get(number) in ROLES for number in names):  # a label of the step's own says no role
         roles = infer_categories(module) | {n: category for n, category in categories.items() if category in ROLES}
