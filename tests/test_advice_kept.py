@@ -15,6 +15,9 @@ from models import transformer
 from remat_kit import Record, Step
 from remat_kit._explanation import Floor
 
+# Promises are made of the program alone: once is enough, with the newest JAX.
+pytestmark = pytest.mark.slow
+
 MATRICES = ("q", "k", "v", "o")
 
 

@@ -45,6 +45,8 @@ def test_counts_of_the_table_are_those_of_its_words(policy):
     assert "down" not in row.again
 
 
+# Slow, so with the newest JAX alone; the oldest runs the compiled ones of the diagonal below.
+@pytest.mark.slow
 @each_cell
 def test_gradients(policy, variant):
     # The arithmetic of the two programs is the same, so are the bits; dropout's masks are drawn twice.

@@ -201,6 +201,7 @@ def _wait_for(condition: Callable[[], bool], seconds: float = 5.0) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_rows_survive_20_kills_at_random_moments(tmp_path: Path) -> None:
     seed = random.randrange(2**32)
     moments = random.Random(seed)
