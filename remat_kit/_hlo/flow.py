@@ -11,7 +11,7 @@ Index = tuple[int, ...]
 Value = tuple[Instruction, Index]
 """What an instruction puts at an index of its result."""
 
-_STEPS = 200
+_STEPS = 60
 """Steps of all walks together, for each instruction of the program."""
 _VIEWS = 32
 """Views of views that are looked through."""
@@ -46,7 +46,7 @@ class Flow:
     def __init__(self, module: Module) -> None:
         self._callers: dict[int, list[Instruction]] = defaultdict(list)
         for instruction in module.instructions.values():
-            for called in instruction.called:
+            for called in dict.fromkeys(instruction.called):
                 if not called.is_fusion:
                     self._callers[called.id].append(instruction)
         self._home: dict[int, Computation] = {
@@ -72,12 +72,13 @@ class Flow:
         stack = [(instruction, index)]
         while stack and self._steps_left > 0:
             at, where = stack.pop()
-            for step in self._steps(at, where, found):
+            steps = self._steps(at, where, found)
+            for step in steps:
                 key = (step[0].id, step[1])
                 if key not in seen:
                     seen.add(key)
                     stack.append(step)
-            self._steps_left -= 1 + len(at.users)
+            self._steps_left -= 1 + len(at.users) + len(steps)
         return found
 
     def _steps(self, at: Instruction, where: Index, found: Uses) -> list[Value]:

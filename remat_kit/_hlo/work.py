@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from remat_kit._hlo.matmul import matmul_of
-from remat_kit._hlo.module import Computation, Instruction, Module
+from remat_kit._hlo.module import Instruction, Module
 from remat_kit._phase import RECOMPUTE
 
 _MOST = 2**63 - 1
@@ -37,20 +37,34 @@ def matmul_flops(module: Module, phases: Mapping[int, str]) -> tuple[int, int]:
 
     What an operation of a fusion is marked as counts, not what the fusion is.
     """
+    inside: dict[int, tuple[int, int, int]] = {}
     total = recomputed = 0
     for identifier, runs in executions(module).items():
         if not runs:
             continue
         for each in module.computations[identifier].instructions:
-            for inner in _parts(each):
-                matmul = matmul_of(inner) if inner.opcode in _MATRIX_OPCODES else None
-                if matmul is not None:
-                    total += runs * matmul.flops
-                    phase = inner.phase if "/" in inner.op_name else phases.get(each.id, "unknown")
-                    recomputed += runs * matmul.flops * (phase == RECOMPUTE)
+            found = [_of(each)]
+            for called in each.called:
+                if called.is_fusion:
+                    if called.id not in inside:
+                        parts = [_of(inner) for inner in called.instructions]
+                        inside[called.id] = (
+                            sum(part[0] for part in parts),
+                            sum(part[1] for part in parts),
+                            sum(part[2] for part in parts),
+                        )
+                    found.append(inside[called.id])
+            for marked, unmarked, nameless in found:
+                total += runs * (marked + unmarked + nameless)
+                recomputed += runs * (marked + nameless * (phases.get(each.id) == RECOMPUTE))
     return total, recomputed
 
 
-def _parts(instruction: Instruction) -> tuple[Instruction, ...]:
-    fused: tuple[Computation, ...] = tuple(called for called in instruction.called if called.is_fusion)
-    return sum((called.instructions for called in fused), (instruction,)) if fused else (instruction,)
+def _of(instruction: Instruction) -> tuple[int, int, int]:
+    """FLOPs of an instruction itself: (marked as recomputation, marked otherwise, without a name)."""
+    matmul = matmul_of(instruction) if instruction.opcode in _MATRIX_OPCODES else None
+    if matmul is None:
+        return 0, 0, 0
+    if "/" not in instruction.op_name:
+        return 0, 0, matmul.flops
+    return (matmul.flops, 0, 0) if instruction.phase == RECOMPUTE else (0, matmul.flops, 0)
