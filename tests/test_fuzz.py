@@ -178,6 +178,36 @@ def very_many_heaps() -> Any:
     return proto
 
 
+def a_buffer_at_a_place_below_0() -> Any:
+    proto = alone("parameter")
+    buffers = proto.buffer_assignment
+    place = buffers.logical_buffers.add(id=1, size=8).defined_at
+    place.instruction_id = 9
+    place.shape_index.append(-6)
+    buffers.buffer_allocations[0].assigned.add(logical_buffer_id=1)
+    return proto
+
+
+def more_bytes_than_can_be_counted() -> Any:
+    proto = alone("parameter")
+    for number in range(1, 4):
+        proto.buffer_assignment.buffer_allocations.add(index=number, size=2**62, maybe_live_out=True)
+    return proto
+
+
+def a_fusion_that_calls_one_computation_very_often() -> Any:
+    def fused(computation: Any) -> int:
+        for number in range(1, 200):
+            add(computation, number, "iota", (8,))
+        return 1
+
+    def main(computation: Any) -> int:
+        add(computation, 10**7, "fusion", (8,), called_computation_ids=[1] * LONG * 40)
+        return 10**7
+
+    return one(main, fused0=fused)
+
+
 def notes(text: bytes, opcode: str = "while", **more: Any) -> Any:
     return alone(opcode, lambda each: setattr(each, "backend_config", text), operands=3, **more)
 
@@ -201,6 +231,9 @@ def notes(text: bytes, opcode: str = "while", **more: Any) -> Any:
         (a_wide_tuple_with_as_many_users, ANSWERED),
         (one_start_of_very_many_computations, ANSWERED),
         (very_many_heaps, ANSWERED),
+        (a_buffer_at_a_place_below_0, REFUSED),
+        (more_bytes_than_can_be_counted, REFUSED),
+        (a_fusion_that_calls_one_computation_very_often, ANSWERED),
     ],
 )
 def test_files_that_broke_the_analysis(make, outcome):
