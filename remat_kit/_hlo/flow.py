@@ -53,13 +53,7 @@ class Flow:
             each.root.id: each for each in module.computations.values() if not each.is_fusion
         }
         # XLA may say that a loop's state is defined at the parameter of its body, or of its condition.
-        self._loop_of_parameter: dict[int, Instruction] = {
-            parameter.id: caller
-            for caller in module.instructions.values()
-            if caller.opcode == "while"
-            for called in caller.called
-            for parameter in called.parameters
-        }
+        self._loop_of_parameter = callers_of_parameters(module, ("while",))
         # A program of a compiler is far from it; a file made to be hard is cut short, and less of it attributed.
         self._steps_left = _STEPS * (len(module.instructions) + 1000)
         self._users: dict[int, tuple[dict[int, list[Instruction]], list[Instruction]]] = {}
@@ -163,6 +157,17 @@ class Flow:
                 if operand is at and number in places:
                     return places[number]
         return None
+
+
+def callers_of_parameters(module: Module, opcodes: tuple[str, ...]) -> dict[int, Instruction]:
+    """Id of a parameter -> the instruction, of one of the opcodes, that calls the computation it belongs to."""
+    return {
+        parameter.id: caller
+        for caller in module.instructions.values()
+        if caller.opcode in opcodes
+        for called in caller.called
+        for parameter in called.parameters
+    }
 
 
 def places_written(instruction: Instruction) -> dict[int, Index]:

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from remat_kit._hlo.flow import callers_of_parameters
 from remat_kit._hlo.frames import Frame
 from remat_kit._hlo.module import Instruction, Module
 from remat_kit._hlo.scope import module_path
@@ -43,20 +44,8 @@ class Origins:
         self.module = module
         self.arguments = arguments
         # The state of a loop is the parameter of its body and of its condition.
-        self._loops: dict[int, Instruction] = {
-            parameter.id: each
-            for each in module.instructions.values()
-            if each.opcode == "while"
-            for called in each.called
-            for parameter in called.parameters
-        }
-        self._calls: dict[int, Instruction] = {
-            parameter.id: each
-            for each in module.instructions.values()
-            if each.opcode in ("async-start", "call")
-            for called in each.called
-            for parameter in called.parameters
-        }
+        self._loops = callers_of_parameters(module, ("while",))
+        self._calls = callers_of_parameters(module, ("async-start", "call"))
         self._root = _name_of_root(module, {path[0] for path in arguments.values() if path})
         self._known: dict[tuple[int, tuple[int, ...]], Origin] = {}
 
