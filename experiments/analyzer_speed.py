@@ -114,6 +114,8 @@ def measure(file: pathlib.Path) -> dict[str, Any]:
     Memory is the highest resident size so far, above that before the first stage: it holds the results of all stages
     before it.
     """
+    from remat_kit._hlo.module import without_collection
+
     timed = stages()
     done: dict[str, Any] = {"data": file.read_bytes()}
     gc.collect()
@@ -130,7 +132,8 @@ def measure(file: pathlib.Path) -> dict[str, Any]:
         for name, stage in timed.items():
             gc.collect()
             start = time.perf_counter()
-            done[name] = stage(done)
+            with without_collection():  # as the analysis does
+                done[name] = stage(done)
             seconds[name] = min(seconds[name], time.perf_counter() - start)
     return {
         "instructions": sum(len(each.instructions) for each in done["parse"].hlo_module.computations),

@@ -68,6 +68,8 @@ def categories_at_peak(explanation: Explanation) -> dict[str, int]:
 
 def is_remat_clone(name: str) -> bool:
     """Whether XLA's own rematerialization made the instruction: it names clones `fusion.12.remat` or `.remat2`."""
+    if ".remat" not in name:
+        return False
     return any(part.startswith("remat") and part[5:].isdecimal() | (part == "remat") for part in name.split(".")[1:])
 
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from remat_kit._explain import categories_at_peak, explain, is_remat_clone
+from remat_kit._explain import categories_at_peak, explain
 from remat_kit._explanation import UNKNOWN, Explanation
 from remat_kit._hlo.anatomy import anatomy
 from remat_kit._hlo.heap import Heap, replay
-from remat_kit._hlo.module import Module
+from remat_kit._hlo.module import Module, without_collection
 from remat_kit._hlo.proto import parse
 from remat_kit._hlo.roofline import predict
 from remat_kit._modules import choose, find_modules, read
@@ -35,7 +35,7 @@ class Program:
 
     def xla_remat(self, asked: str) -> str:
         """ "fired" when XLA's own rematerialization left clones, else what was asked for."""
-        return "fired" if any(map(is_remat_clone, (each.name for each in self.module.instructions.values()))) else asked
+        return "fired" if self.explanation.program.xla_remat_clones else asked
 
     def fields(self) -> dict[str, Any]:
         """What a record says of it, wherever it came from."""
@@ -61,6 +61,7 @@ class Program:
         return tuple(found)
 
 
+@without_collection()
 def read_program(data: bytes, argument_categories: Mapping[str, str] | None = None) -> Program:
     """The program of a serialized HloProto. `argument_categories`: of each argument by the name of its leaf.
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from remat_kit._hlo.arguments import ROLES, argument_blocks, infer_categories, module_paths, origin_bits
 from remat_kit._hlo.attribution import Argument, Attribution, Attributor
-from remat_kit._hlo.flow import Value
+from remat_kit._hlo.flow import Flow, Value
 from remat_kit._hlo.heap import Heap, LiveBuffer
 from remat_kit._hlo.module import Module
 from remat_kit._hlo.structure import Structure, structure_of
@@ -44,15 +44,17 @@ def anatomy(module: Module, proto: Any, heap: Heap, argument_categories: Mapping
     argument_categories = argument_categories or {}
     categories = {number: argument_categories[name] for number, name in names.items() if name in argument_categories}
     roles = categories
+    flow = Flow(module)
     if not all(categories.get(number) in ROLES for number in names):  # a label of the step's own says no role
-        roles = infer_categories(module) | {n: category for n, category in categories.items() if category in ROLES}
+        said = {number: category for number, category in categories.items() if category in ROLES}
+        roles = infer_categories(module, flow) | said
         categories = roles | categories
     ranks = {parameter.parameter_number: len(parameter.shape.dims) for parameter in module.entry.parameters}
     paths = module_paths(names, categories, ranks)
     structure = structure_of(module, {number: origin_bits(role) for number, role in roles.items()})
     blocks = argument_blocks(paths, structure.stacks)
     arguments = {number: Argument(categories[number], paths[number], blocks[number], roles[number]) for number in names}
-    attributor = Attributor(module, structure, arguments)
+    attributor = Attributor(module, flow, structure, arguments)
     makers = _makers(module, proto)
     attributions = tuple(attributor.of(buffer, _group(buffer, makers)) for buffer in heap.buffers)
     return Anatomy(module, heap, structure, attributor, heap.buffers, attributions, makers)

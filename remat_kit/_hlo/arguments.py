@@ -38,7 +38,7 @@ def origin_bits(category: str) -> int:
     return {PARAMETERS: PARAMETER, OPTIMIZER_STATE: STATE}.get(category, BATCH)
 
 
-def infer_categories(module: Module) -> dict[int, str]:
+def infer_categories(module: Module, flow: Flow) -> dict[int, str]:
     """Category of each entry parameter by what the program does with it, for a program without its step.
 
     What only the update reads is optimizer state. What forward or backward read and the update changes are parameters:
@@ -47,7 +47,6 @@ def infer_categories(module: Module) -> dict[int, str]:
     program without forward and backward just has arguments.
     """
     phases = phases_of(module, running(module))
-    flow = Flow(module)
     donated = {number for _, number, _ in module.input_output_alias}
     results = {str(leaf) for _, leaf in module.entry.root.shape.leaves()}
     found = {}

@@ -74,11 +74,11 @@ class Argument:
 class Attributor:
     """Answers for the buffers of one module. Built once, asked for each buffer; equal questions are answered once."""
 
-    def __init__(self, module: Module, structure: Structure, arguments: Mapping[int, Argument]) -> None:
+    def __init__(self, module: Module, flow: Flow, structure: Structure, arguments: Mapping[int, Argument]) -> None:
         self.module = module
+        self.flow = flow
         self.structure = structure
         self.arguments = arguments
-        self.flow = Flow(module)
         self.origins = Origins(
             module,
             {
@@ -273,12 +273,16 @@ class Attributor:
             around = {phases.get(loop, "unknown") for loop in uses.states}
             if found := next((phase for phase in PHASES if phase in around), ""):
                 return found
-        candidates = [each.id for each, _ in list(group)[:1]] + sorted(uses.writes) + [each.id for each, _ in group]
-        for candidate in (*candidates, *sorted(uses.readers)):
-            phase = phases.get(candidate, "unknown")
-            if phase not in ("unknown", ARGUMENT):
-                return phase
-        return "unknown"
+
+        def told(number: int) -> str:
+            phase = phases.get(number, "unknown")
+            return phase if phase not in ("unknown", ARGUMENT) else ""
+
+        makers = [each.id for each, _ in group]
+        if own := next(map(told, makers[:1]), ""):  # nearly always: no need to sort the readers
+            return own
+        others = (*sorted(uses.writes), *makers, *sorted(uses.readers))
+        return next(filter(None, map(told, others)), "unknown")
 
     def _origin(self, group: Sequence[Value], uses: Uses) -> Origin:
         """Path and line of its maker, of the others in its region, or of its readers: the first that tells."""

@@ -297,7 +297,7 @@ class Module:
         Raises RematKitError when the module contradicts itself: an operand or a called computation that does not
         stand before its user, an id twice, an entry or a root that is not there.
         """
-        with _without_collection():
+        with without_collection():
             return Module._from_proto(proto.hlo_module)
 
     @staticmethod
@@ -325,7 +325,7 @@ class Module:
 
 
 @contextlib.contextmanager
-def _without_collection() -> Iterator[None]:
+def without_collection() -> Iterator[None]:
     """Python's garbage collector rests: it would go through a growing graph again and again and find nothing."""
     before = gc.isenabled()
     gc.disable()
