@@ -33,10 +33,10 @@ from remat_kit._trace import device_mesh
 target = remat_kit.get_target(sys.argv[1])
 mesh = device_mesh(target)
 on_device = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-options = remat_kit.CompileOptions().for_xla("cuda")
+options = remat_kit.CompileOptions().for_xla(target.chip.platform)
 workload = remat_kit.Workload(sys.argv[3], tuple(map(parse_option, sys.argv[4:])))
 for policy in remat_kit.parse_policies(sys.argv[2]):
-    step = workload.build(policy, "cuda")
+    step = workload.build(policy, target.chip.platform)
     args = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on_device), step.args)
     jax.jit(step.fn, donate_argnums=step.donate).trace(*args).lower().compile(compiler_options=options)
 """
@@ -56,16 +56,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("options", nargs="*", default=["size=gpt2-small"], metavar="key=value")
     parser.add_argument("--policies", default=POLICIES)
+    parser.add_argument("--target", default=TARGET)
     arguments = parser.parse_args()
     workload = ["models.transformer:gpt", *arguments.options]
     with tempfile.TemporaryDirectory() as store:
         start = time.perf_counter()
-        command = [sys.executable, "-m", "remat_kit", "sweep", *workload, "--target", TARGET]
+        command = [sys.executable, "-m", "remat_kit", "sweep", *workload, "--target", arguments.target]
         command += ["--policies", arguments.policies, "--store", store, "--json", f"{store}/records.json"]
         sweep = cpu_seconds(command)
         sweep_wall = time.perf_counter() - start
     start = time.perf_counter()
-    bare = cpu_seconds([sys.executable, "-c", BARE, TARGET, arguments.policies, *workload])
+    bare = cpu_seconds([sys.executable, "-c", BARE, arguments.target, arguments.policies, *workload])
     bare_wall = time.perf_counter() - start
     result = {
         "workload": " ".join(workload),

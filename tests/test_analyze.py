@@ -156,7 +156,7 @@ def test_both_gemm_backends_are_recorded():
 @pytest.mark.slow
 def test_xlas_own_remat():
     # Saved values of an unrolled stack are buffers of their own, so the pass can drop them.
-    shape = {"stack": "unroll", "seq": 256, "batch": 8, "layers": 4, "dropout": 0.0, "attention_dropout": 0.0}
+    shape = {"stack": "unroll", "seq": 256, "batch": 8, "layers": 2, "dropout": 0.0, "attention_dropout": 0.0}
     off = record_of(compiled("none", **shape), "none")
     need = off.need_bytes
     assert need is not None
