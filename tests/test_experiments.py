@@ -9,7 +9,6 @@ from experiments import analyzer_speed, gpu_validation, overhead, policy_sweep
 from remat_kit import parse_policies
 from remat_kit._record import load
 
-
 SMALLEST = ("size=tiny", "layers=1", "dropout=0.0")
 
 
