@@ -1,4 +1,6 @@
 """Reference models, tagged with the vocabulary. They use remat-kit's public API only, as any user's model would.
 
-`models.transformer:gpt`, `models.transformer:llama` (NNX) and `models.linen:gpt_linen` (Linen) are workloads.
+Workloads in NNX: `models.transformer:gpt` and `models.transformer:llama`, `models.moe:moe` (a mixture of experts),
+`models.vision:vit` (a Vision Transformer for large images) and `models.unet:unet` (convolutions, nothing tagged). In
+Linen: `models.linen:gpt_linen`.
 """

@@ -1,4 +1,4 @@
-"""The configuration of a reference transformer, and the table of named sizes."""
+"""The configuration of a reference transformer, the table of named sizes, and checks that every model shares."""
 
 import dataclasses
 import difflib
@@ -22,7 +22,7 @@ class ConfigError(RematKitError):
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """A decoder-only transformer, the shape of its batch, and how it is written down for XLA.
+    """A transformer, the shape of its batch, and how it is written down for XLA.
 
     Attributes:
       style: "gpt" (LayerNorm, biases, GELU, learned positions) or "llama" (RMSNorm, no biases, SwiGLU,
@@ -42,6 +42,7 @@ class TransformerConfig:
       stack: "scan" (one traced block, parameters stacked along a leading axis of layers) or "unroll".
       tied: whether the logits use the embedding table.
       rotary_base: wavelength base of the rotary embedding (style "llama").
+      causal: whether a position sees none that come later, as in a decoder; an encoder's sees all.
       compute_dtype: of activations, and of parameters where they are used.
       param_dtype: of the parameters that the optimizer updates, and of its moments.
       optimizer: "adamw" or "sgd" (no state per parameter).
@@ -63,23 +64,22 @@ class TransformerConfig:
     stack: str = "scan"
     tied: bool = True
     rotary_base: float = 10_000.0
+    causal: bool = True
     compute_dtype: str = "bfloat16"
     param_dtype: str = "float32"
     optimizer: str = "adamw"
     platform: str = "cpu"
 
     def __post_init__(self) -> None:
-        _check_word("style", self.style, STYLES)
-        _check_word("attention", self.attention, ATTENTIONS)
-        _check_word("stack", self.stack, STACKS)
-        _check_word("compute_dtype", self.compute_dtype, DTYPES)
-        _check_word("param_dtype", self.param_dtype, DTYPES)
-        _check_word("optimizer", self.optimizer, OPTIMIZERS)
-        _check_word("platform", self.platform, PLATFORMS)
+        check_word("style", self.style, STYLES)
+        check_word("attention", self.attention, ATTENTIONS)
+        check_word("stack", self.stack, STACKS)
+        check_word("compute_dtype", self.compute_dtype, DTYPES)
+        check_word("param_dtype", self.param_dtype, DTYPES)
+        check_word("optimizer", self.optimizer, OPTIMIZERS)
+        check_word("platform", self.platform, PLATFORMS)
         for name in ("layers", "width", "heads", "kv_heads", "mlp_width", "vocabulary", "seq", "batch"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{name} is {value!r}. It must be a whole number of at least 1: give e.g. {name}=8.")
+            check_whole(name, getattr(self, name))
         for name in ("dropout", "attention_dropout"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
@@ -191,13 +191,18 @@ def configure(style: str, size: str, **overrides: Any) -> TransformerConfig:
 
     Raises ConfigError for an unknown style, size or field, and for values that do not go together.
     """
-    _check_word("style", style, STYLES)
-    _check_word("size", size, SIZES[style], what=f"a size of style {style}")
+    check_word("style", style, STYLES)
+    check_word("size", size, SIZES[style], what=f"a size of style {style}")
     fields = {field.name for field in dataclasses.fields(TransformerConfig)} - {"style"}
     for name in overrides:
-        _check_word("option", name, fields, what="an option of TransformerConfig")
+        check_word("option", name, fields, what="an option of TransformerConfig")
     chosen: dict[str, Any] = {**SIZES[style][size]}
-    chosen |= {name: value for name, value in overrides.items() if value is not None}
+    return complete(style, chosen | given(overrides))
+
+
+def complete(style: str, chosen: Mapping[str, Any]) -> TransformerConfig:
+    """The configuration with the values of `chosen`, where what it leaves open follows as `configure` says."""
+    chosen = dict(chosen)
     chosen.setdefault("kv_heads", chosen["heads"])
     chosen.setdefault("mlp_width", 4 * chosen["width"])
     chosen.setdefault("dropout", DEFAULT_DROPOUT[style])
@@ -205,7 +210,19 @@ def configure(style: str, size: str, **overrides: Any) -> TransformerConfig:
     return TransformerConfig(style=style, **chosen)
 
 
-def _check_word(name: str, got: Any, allowed: Iterable[str], what: str | None = None) -> None:
+def given(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """`overrides` without those that are None and change nothing."""
+    return {name: value for name, value in overrides.items() if value is not None}
+
+
+def check_whole(name: str, value: Any) -> None:
+    """Raises ConfigError unless `value` is a whole number of at least 1."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name} is {value!r}. It must be a whole number of at least 1: give e.g. {name}=8.")
+
+
+def check_word(name: str, got: Any, allowed: Iterable[str], what: str | None = None) -> None:
+    """Raises ConfigError unless `got` is one of `allowed`."""
     if got in allowed:
         return
     words = sorted(allowed) if isinstance(allowed, set) else list(allowed)

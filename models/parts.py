@@ -3,7 +3,7 @@
 Shape suffixes:
   B batch, T sequence (of queries), S sequence (of keys), D model width, H query heads, K key/value heads,
   G query heads for each key/value head (H = K·G), C head width (H·C = D), E what a projection makes,
-  F MLP width.
+  F MLP width, L layers.
 
 Parameters are kept in `config.param_dtype` and cast to `config.compute_dtype` where they are used, inside the
 block: a rematerialized block casts its own layer again in backward, and no second copy of all layers is kept.
@@ -14,9 +14,11 @@ computed in float32 and cast back.
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
@@ -64,8 +66,10 @@ Drop = Callable[[jax.Array], jax.Array]
 """Dropout with everything but its input given."""
 
 
-def naive_attention(q_BTHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, drop: Drop) -> jax.Array:
-    """Causal attention [B, T, H, C] with scores and probabilities as tensors of the program.
+def naive_attention(
+    q_BTHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, drop: Drop, causal: bool = True
+) -> jax.Array:
+    """Attention [B, T, H, C] with scores and probabilities as tensors of the program.
 
     Without a checkpoint, autodiff keeps 7 bytes for each element of [B, H, T, S] in bfloat16: the softmax in
     float32 (4), the dropped-out probabilities (2) and the mask (1). The 5 of Korthikanti et al. 2022 need a
@@ -76,30 +80,33 @@ def naive_attention(q_BTHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, dro
     q_BTKGC = q_BTHC.reshape(B, T, K, H // K, C)
     scores_BHTS = jnp.einsum("BTKGC,BSKC->BKGTS", q_BTKGC, k_BSKC).reshape(B, H, T, S)
     scores_BHTS = checkpoint_name(scores_BHTS, names.SCORES)
-    # The mask is added, not selected by: addition keeps nothing for backward.
     dtype = at_least_float32(scores_BHTS.dtype)
-    causal_TS = jnp.where(jnp.tril(jnp.ones((T, S), bool)), 0, -jnp.inf).astype(dtype)
-    weights_BHTS = jax.nn.softmax(scores_BHTS.astype(dtype) * C**-0.5 + causal_TS, axis=-1)
+    # The mask is added, not selected by: addition keeps nothing for backward.
+    mask_TS = jnp.where(jnp.tril(jnp.ones((T, S), bool)), 0, -jnp.inf).astype(dtype) if causal else None
+    scaled_BHTS = scores_BHTS.astype(dtype) * C**-0.5
+    weights_BHTS = jax.nn.softmax(scaled_BHTS if mask_TS is None else scaled_BHTS + mask_TS, axis=-1)
     weights_BHTS = checkpoint_name(drop(weights_BHTS.astype(v_BSKC.dtype)), names.PROBABILITIES)
     weights_BKGTS = weights_BHTS.reshape(B, K, H // K, T, S)
     return jnp.einsum("BKGTS,BSKC->BTKGC", weights_BKGTS, v_BSKC).reshape(B, T, H, C)
 
 
-def fused_attention(q_BTHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, platform: str) -> jax.Array:
-    """Causal attention [B, T, H, C] in one operation: cuDNN's kernel on "cuda", plain XLA elsewhere; no dropout."""
+def fused_attention(
+    q_BTHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, platform: str, causal: bool = True
+) -> jax.Array:
+    """Attention [B, T, H, C] in one operation: cuDNN's kernel on "cuda", plain XLA elsewhere; no dropout."""
     implementation = "cudnn" if platform == "cuda" else "xla"
-    return jax.nn.dot_product_attention(q_BTHC, k_BSKC, v_BSKC, is_causal=True, implementation=implementation)
+    return jax.nn.dot_product_attention(q_BTHC, k_BSKC, v_BSKC, is_causal=causal, implementation=implementation)
 
 
 def attend(q_BTHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, config: TransformerConfig, drop: Drop) -> jax.Array:
-    """The context [B, T, H, C] of causal attention as `config.attention` says; its inputs and itself are tagged."""
+    """The context [B, T, H, C] of attention as `config` says; its inputs and itself are tagged."""
     q_BTHC = checkpoint_name(q_BTHC, names.QUERY)
     k_BSKC = checkpoint_name(k_BSKC, names.KEY)
     v_BSKC = checkpoint_name(v_BSKC, names.VALUE)
     if config.attention == "fused":
-        context_BTHC = fused_attention(q_BTHC, k_BSKC, v_BSKC, config.platform)
+        context_BTHC = fused_attention(q_BTHC, k_BSKC, v_BSKC, config.platform, config.causal)
     else:
-        context_BTHC = naive_attention(q_BTHC, k_BSKC, v_BSKC, drop)
+        context_BTHC = naive_attention(q_BTHC, k_BSKC, v_BSKC, drop, config.causal)
     return checkpoint_name(context_BTHC, names.CONTEXT)
 
 
@@ -156,7 +163,7 @@ class Dense(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Causal self-attention with three separate projections for queries, keys and values."""
+    """Self-attention with three separate projections for queries, keys and values."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -243,3 +250,37 @@ class Block(nnx.Module):
 def fold_in_if(rate: float, key: jax.Array, number: int) -> jax.Array:
     """The key for one of several dropouts, or `key` itself when `rate` is 0 and the key will not be used."""
     return jax.random.fold_in(key, number) if rate else key
+
+
+def make_blocks(create: Callable[[jax.Array], nnx.Module], config: TransformerConfig, rngs: nnx.Rngs) -> nnx.Module:
+    """`config.layers` blocks of `create(key)`, with the same initial values in both stacks.
+
+    In stack "scan" they are one block whose parameters are stacked along a leading axis of layers, else a list.
+    """
+    keys_L = jax.random.split(rngs.params(), config.layers)
+    return nnx.vmap(create)(keys_L) if config.stack == "scan" else nnx.List(map(create, keys_L))
+
+
+def run_blocks(
+    blocks: nnx.Module, config: TransformerConfig, x_BTD: jax.Array, call: Callable[[Any, jax.Array, Any], Any]
+) -> tuple[jax.Array, Any]:
+    """The output of the last of the blocks of `make_blocks` [B, T, D], and what each gave beside it, stacked.
+
+    `call(block, x_BTD, number)` is a block's output and a pytree (or None) beside it; blocks count from 0.
+    """
+    if config.stack == "scan":
+        definition, stacked = nnx.split(blocks)
+
+        def body(x_BTD: jax.Array, layer: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+            number, state = layer
+            return call(nnx.merge(definition, state), x_BTD, number)
+
+        numbers_L = jnp.arange(config.layers, dtype=jnp.uint32)
+        return jax.lax.scan(body, x_BTD, (numbers_L, nnx.as_pure(stacked)))
+
+    assert isinstance(blocks, nnx.List)
+    beside = []
+    for number, block in enumerate(blocks):
+        x_BTD, extra = call(block, x_BTD, np.uint32(number))
+        beside.append(extra)
+    return x_BTD, jax.tree.map(lambda *leaves: jnp.stack(leaves), *beside)

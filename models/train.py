@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 
 from models.config import TransformerConfig
 from models.parts import at_least_float32
@@ -19,7 +20,7 @@ Params = Any
 """A pytree of arrays: nested dicts, as NNX and Linen make them."""
 
 Batch = dict[str, jax.Array]
-"""`{"inputs": [B, T], "targets": [B, T]}`, int32 tokens."""
+"""Arrays by name. Of a language model `{"inputs": [B, T], "targets": [B, T]}`, int32 tokens."""
 
 KEY_IMPLEMENTATION = "threefry2x32"
 """Fixed, so that the shape of the key argument and the masks do not depend on JAX's settings."""
@@ -53,21 +54,23 @@ def make_optimizer(name: str) -> optax.GradientTransformation:
     return optax.adamw(3e-4, b1=0.9, b2=0.95, weight_decay=0.1)
 
 
-def build_step(
-    config: TransformerConfig,
+def step_of(
+    optimizer_name: str,
     init_params: Callable[[jax.Array], Params],
+    make_batch: Callable[[jax.Array], Batch],
     loss: Callable[[Params, Batch, jax.Array], jax.Array],
 ) -> Step:
     """The step `fn(state, batch, key) -> (state, loss)` over abstract arguments; nothing is allocated.
 
     Args:
-      config: shapes of the batch, and the optimizer.
+      optimizer_name: see `make_optimizer`.
       init_params: parameters from a key.
+      make_batch: a batch of made-up data from a key.
       loss: scalar loss from parameters, batch and a key for dropout.
 
     The step's `key` argument is the raw data of a key, uint32 [2], so that every argument is a plain array.
     """
-    optimizer = make_optimizer(config.optimizer)
+    optimizer = make_optimizer(optimizer_name)
 
     def loss_and_grads(state: TrainState, batch: Batch, key: jax.Array) -> tuple[jax.Array, Params]:
         dropout_key = jax.random.wrap_key_data(key, impl=KEY_IMPLEMENTATION)
@@ -83,9 +86,7 @@ def build_step(
     # Not jitted: XLA would compile one random generator for each parameter, and there are few different shapes.
     def make_args(seed: int | jax.Array) -> tuple[TrainState, Batch, jax.Array]:
         params_key, batch_key, dropout_key = jax.random.split(jax.random.key(seed, impl=KEY_IMPLEMENTATION), 3)
-        params = init_params(params_key)
-        tokens_BT = jax.random.randint(batch_key, (config.batch, config.seq + 1), 0, config.vocabulary, jnp.int32)
-        batch = {"inputs": tokens_BT[:, :-1], "targets": tokens_BT[:, 1:]}
+        params, batch = init_params(params_key), make_batch(batch_key)
         return TrainState(params, optimizer.init(params)), batch, jax.random.key_data(dropout_key)
 
     return Step(
@@ -96,3 +97,30 @@ def build_step(
         init=make_args,
         loss_and_grads=loss_and_grads,
     )
+
+
+def build_step(
+    config: TransformerConfig,
+    init_params: Callable[[jax.Array], Params],
+    loss: Callable[[Params, Batch, jax.Array], jax.Array],
+) -> Step:
+    """The step of a language model on sequences of random tokens, see `step_of`."""
+
+    def make_batch(key: jax.Array) -> Batch:
+        tokens_BT = jax.random.randint(key, (config.batch, config.seq + 1), 0, config.vocabulary, jnp.int32)
+        return {"inputs": tokens_BT[:, :-1], "targets": tokens_BT[:, 1:]}
+
+    return step_of(config.optimizer, init_params, make_batch, loss)
+
+
+def split_model(create: Callable[[jax.Array], nnx.Module]) -> tuple[Any, Callable[[jax.Array], Params]]:
+    """The definition of the NNX model `create(key)`, to be merged with parameters, and how to make them from a key.
+
+    The definition is made without values, so nothing is allocated.
+    """
+    definition = nnx.graphdef(nnx.eval_shape(lambda: create(jax.random.key(0))))
+
+    def init_params(key: jax.Array) -> Params:
+        return nnx.to_pure_dict(nnx.state(create(key), nnx.Param))
+
+    return definition, init_params

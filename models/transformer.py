@@ -7,16 +7,23 @@ sizes have a matrix of their own. In style "gpt" there is a table of learned pos
 embedding.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from models.config import TransformerConfig, configure
-from models.parts import INIT_STD, Block, LayerNorm, RMSNorm, dropout, fold_in_if, normal_param
-from models.train import Batch, Params, build_step, cross_entropy
+from models.parts import (
+    INIT_STD,
+    Block,
+    LayerNorm,
+    RMSNorm,
+    dropout,
+    fold_in_if,
+    make_blocks,
+    normal_param,
+    run_blocks,
+)
+from models.train import Batch, Params, build_step, cross_entropy, split_model
 from remat_kit import Policy, Step, remat
 
 
@@ -35,17 +42,12 @@ class Transformer(nnx.Module):
         self.final_norm = (LayerNorm if gpt_style else RMSNorm)(config)
         self.head = None if config.tied else normal_param((config.width, config.vocabulary), INIT_STD, config, rngs)
         block_class = remat(policy)(Block)
-
-        def create(key: jax.Array) -> Block:
-            return block_class(config, rngs=nnx.Rngs(params=key))
-
-        keys_L = jax.random.split(rngs.params(), config.layers)
-        self.blocks = nnx.vmap(create)(keys_L) if config.stack == "scan" else nnx.List(map(create, keys_L))
+        self.blocks = make_blocks(lambda key: block_class(config, rngs=nnx.Rngs(params=key)), config, rngs)
 
     def __call__(self, tokens_BT: jax.Array, key: jax.Array) -> jax.Array:
         """Logits [B, T, V] in the compute dtype; `key` is a typed key for all dropout of the step."""
         x_BTD = self.embed(tokens_BT, key)
-        x_BTD = self.scan_blocks(x_BTD, key) if self.config.stack == "scan" else self.loop_blocks(x_BTD, key)
+        x_BTD, _ = run_blocks(self.blocks, self.config, x_BTD, lambda block, x, number: (block(x, number, key), None))
         x_BTD = self.final_norm(x_BTD)
         with jax.named_scope("head"):
             head_DV = self.embedding[...].T if self.head is None else self.head[...]
@@ -60,25 +62,6 @@ class Transformer(nnx.Module):
             x_BTD = x_BTD.astype(self.config.compute_dtype)
             # The blocks fold in 0 to layers - 1.
             return dropout(x_BTD, self.config.dropout, fold_in_if(self.config.dropout, key, self.config.layers))
-
-    def scan_blocks(self, x_BTD: jax.Array, key: jax.Array) -> jax.Array:
-        """The output of the last block, [B, T, D], with all blocks in one scan."""
-        definition, stacked = nnx.split(self.blocks)
-
-        def body(x_BTD: jax.Array, layer: tuple[jax.Array, Any]) -> tuple[jax.Array, None]:
-            number, state = layer
-            block = nnx.merge(definition, state)
-            return block(x_BTD, number, key), None
-
-        numbers_L = jnp.arange(self.config.layers, dtype=jnp.uint32)
-        return jax.lax.scan(body, x_BTD, (numbers_L, nnx.as_pure(stacked)))[0]
-
-    def loop_blocks(self, x_BTD: jax.Array, key: jax.Array) -> jax.Array:
-        """The output of the last block, [B, T, D], with each block on its own in the program."""
-        assert isinstance(self.blocks, nnx.List)
-        for number, block in enumerate(self.blocks):
-            x_BTD = block(x_BTD, np.uint32(number), key)
-        return x_BTD
 
 
 def stack_blocks(params: Params) -> Params:
@@ -96,14 +79,7 @@ def unstack_blocks(params: Params) -> Params:
 
 def build(config: TransformerConfig, policy: str | Policy) -> Step:
     """The training step of the transformer that `config` describes, with blocks under `policy`."""
-
-    def create(key: jax.Array) -> Transformer:
-        return Transformer(config, policy, rngs=nnx.Rngs(params=key))
-
-    definition = nnx.graphdef(nnx.eval_shape(lambda: create(jax.random.key(0))))
-
-    def init_params(key: jax.Array) -> Params:
-        return nnx.to_pure_dict(nnx.state(create(key), nnx.Param))
+    definition, init_params = split_model(lambda key: Transformer(config, policy, rngs=nnx.Rngs(params=key)))
 
     def loss(params: Params, batch: Batch, key: jax.Array) -> jax.Array:
         model = nnx.merge(definition, params)
