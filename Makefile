@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 POLICIES := none,full,selective_attention,dots_saveable,dots_with_no_batch_dims_saveable,minimal_with_context,save_out_proj,minimal_offloaded
 
-.PHONY: sweep browser test test-fast test-oldest check format bench clean
+.PHONY: sweep browser test test-fast test-oldest check format bench bench-torch clean
 
 # What each policy costs on an H100 that need not be here: need, step time, plot and records in out/.
 sweep: $(VENV)/.compile
@@ -47,6 +47,19 @@ format: $(VENV)/.dev
 bench: $(VENV)/.dev
 	$(BIN)/python experiments/overhead.py
 
+# What PyTorch's activation memory budget keeps and recomputes of a GPT block, and our plans at the same bytes. PyTorch
+# has an environment of its own, which nothing else needs: any Python that PyTorch has wheels for will do. Pip takes a CPU
+# build (0.9 GB installed) where it is set up to find one (PIP_FIND_LINKS, PIP_EXTRA_INDEX_URL), else PyPI's CUDA build.
+TORCH_PYTHON ?= $(shell command -v python3.11 || echo $(PYTHON))
+bench-torch: .venv-torch/.torch $(VENV)/.compile
+	.venv-torch/bin/python experiments/torch_budget.py
+	JAX_PLATFORMS=cpu $(BIN)/python -m experiments.against_torch
+
+.venv-torch/.torch:
+	$(TORCH_PYTHON) -m venv .venv-torch
+	.venv-torch/bin/python -m pip install --quiet 'torch>=2.13,<2.14' numpy
+	@touch $@
+
 $(VENV)/.python:
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
@@ -60,4 +73,4 @@ $(VENV)/.dev: $(VENV)/.compile
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-oldest out .remat-kit
+	rm -rf .venv .venv-oldest .venv-torch out .remat-kit

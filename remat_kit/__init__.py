@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from remat_kit._errors import CompileError as CompileError
     from remat_kit._errors import MeasurementError as MeasurementError
     from remat_kit._errors import OutputError as OutputError
+    from remat_kit._errors import PlanError as PlanError
     from remat_kit._errors import PolicyError as PolicyError
     from remat_kit._errors import RematKitError as RematKitError
     from remat_kit._errors import TargetError as TargetError
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from remat_kit._measure import check_gradients as check_gradients
     from remat_kit._measure import measure_interleaved as measure_interleaved
     from remat_kit._measure import real_args as real_args
+    from remat_kit._plan.auto import auto_remat as auto_remat
+    from remat_kit._plan.make import plan as plan
+    from remat_kit._plan.plan import Plan as Plan
     from remat_kit._policy import POLICIES as POLICIES
     from remat_kit._policy import Policy as Policy
     from remat_kit._policy import Region as Region
@@ -63,6 +67,7 @@ _HOME = {
     "CompileError": "_errors",
     "MeasurementError": "_errors",
     "OutputError": "_errors",
+    "PlanError": "_errors",
     "PolicyError": "_errors",
     "RematKitError": "_errors",
     "TargetError": "_errors",
@@ -83,6 +88,9 @@ _HOME = {
     "save": "_policy",
     "save_kernels": "_policy",
     "union": "_policy",
+    "auto_remat": "_plan.auto",
+    "plan": "_plan.make",
+    "Plan": "_plan.plan",
     "analyze_file": "_program",
     "Record": "_record",
     "Step": "_step",

@@ -25,7 +25,7 @@ def analyze(compiled: CompiledStep, workload: Workload, policy: str | Policy) ->
     start = time.perf_counter()
     traced, memory = compiled.traced, compiled.memory
     target = traced.target
-    program = read_program(compiled.hlo_proto, _categories_of_arguments(traced))
+    program = read_program(compiled.hlo_proto, categories_of_arguments(traced))
     prediction = predict(program.module, target.chip)
     need = need_bytes(memory)
     fit = judge_fit(need + program.constant_bytes, target)
@@ -77,7 +77,7 @@ def need_bytes(memory: MemoryStats) -> int:
     return memory.argument + memory.output - memory.alias + memory.temp
 
 
-def _categories_of_arguments(traced: TracedStep) -> dict[str, str]:
+def categories_of_arguments(traced: TracedStep) -> dict[str, str]:
     """Category of each argument by the name of its leaf in JAX. Unused ones are dropped, so numbers do not serve."""
     leaves = jax.tree_util.tree_leaves_with_path(traced.step.args)
     names = traced.traced.jaxpr.jaxpr.debug_info.arg_names

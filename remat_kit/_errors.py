@@ -32,6 +32,10 @@ class MeasurementError(RematKitError):
     """A step that cannot be measured here, or whose loss or gradients differ from policy `none`."""
 
 
+class PlanError(RematKitError):
+    """A plan that cannot be made, read, or applied to this function."""
+
+
 class CompileError(RematKitError):
     """XLA refused the program for this target."""
 

@@ -10,7 +10,7 @@ import functools
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 
@@ -87,6 +87,20 @@ class Policy:
 
     def __str__(self) -> str:
         return self.name
+
+
+@runtime_checkable
+class Checkpoint(Protocol):
+    """What may stand in a policy's place: something that checkpoints a block in its own way, a plan for one."""
+
+    @property
+    def name(self) -> str:
+        """What tables call it."""
+        ...
+
+    def checkpoint(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The block checkpointed; its arguments are arrays and pytrees of arrays."""
+        ...
 
 
 def save(*tensor_names: str) -> Policy:

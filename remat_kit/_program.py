@@ -8,7 +8,7 @@ from typing import Any
 
 from remat_kit._explain import categories_at_peak, explain
 from remat_kit._explanation import UNKNOWN, Explanation
-from remat_kit._hlo.anatomy import anatomy
+from remat_kit._hlo.anatomy import Anatomy, anatomy
 from remat_kit._hlo.heap import Heap, replay
 from remat_kit._hlo.module import Module, without_collection
 from remat_kit._hlo.proto import parse
@@ -23,10 +23,15 @@ from remat_kit._units import MiB, format_bytes
 class Program:
     """A compiled module with its heap replayed and its live peak explained."""
 
-    module: Module
+    anatomy: Anatomy
     heap: Heap
     explanation: Explanation
     categories: Mapping[str, int]
+
+    @property
+    def module(self) -> Module:
+        """The program as a graph."""
+        return self.anatomy.module
 
     @property
     def constant_bytes(self) -> int:
@@ -70,8 +75,9 @@ def read_program(data: bytes, argument_categories: Mapping[str, str] | None = No
     proto = parse(data)
     module = Module.from_proto(proto)
     heap = replay(proto)
-    explanation = explain(anatomy(module, proto, heap, argument_categories))
-    return Program(module, heap, explanation, categories_at_peak(explanation))
+    found = anatomy(module, proto, heap, argument_categories)
+    explanation = explain(found)
+    return Program(found, heap, explanation, categories_at_peak(explanation))
 
 
 def analyze_file(path: Path | str, module: str | None = None, target: Target | None = None) -> Record:

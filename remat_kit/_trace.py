@@ -6,13 +6,14 @@ attention, and there is no public way to answer for a GPU that is described and 
 
 import contextlib
 import functools
+import inspect
 import os
 import pathlib
 import shutil
 import site
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -233,6 +234,102 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
+Rewrite = Callable[[Any, Sequence[Any]], Sequence[Any]]
+"""From the jaxpr of a function that is about to be differentiated, and its arguments, to its results."""
+
+_rewriting = jax.make_user_context(None)
+"""A part of the keys of JAX's caches. Without it, a jitted step that had been traced would not be traced again to be
+rewritten, and one that was rewritten would stay so."""
+
+
+class Differentiated(BaseException):
+    """Stops a function that is about to differentiate something; see `losses_stopped`."""
+
+
+@contextlib.contextmanager
+def losses_stopped() -> Iterator[None]:
+    """While it is open, `jax.grad`, `jax.vjp` and their kin raise Differentiated before they do anything."""
+
+    def stop(traceable: Callable[..., Any]) -> Callable[..., Any]:
+        raise Differentiated
+
+    with _losses_replaced(stop, object()):
+        yield
+
+
+@contextlib.contextmanager
+def losses_rewritten(rewrite: Rewrite, owner: Hashable) -> Iterator[None]:
+    """While it is open, what `jax.grad`, `jax.vjp` and their kin differentiate is run by `rewrite` instead.
+
+    A derivative inside of another is left alone. What jitted functions are traced to meanwhile is found again by the
+    same `owner` alone, and then without `rewrite`.
+    """
+    inside = [False]
+
+    def replaced(traceable: Callable[..., Any]) -> Callable[..., Any]:
+        if inside[0]:
+            return traceable
+
+        @functools.wraps(traceable)
+        def run(*arguments: Any) -> Any:
+            leaves, structure = jax.tree.flatten(arguments)
+            results: list[Any] = []
+
+            def flat(*leaves: Any) -> list[Any]:
+                found, shape = jax.tree.flatten(traceable(*jax.tree.unflatten(structure, leaves)))
+                arrays = [isinstance(each, jax.Array) for each in found]
+                others = [None if array else each for each, array in zip(found, arrays, strict=True)]
+                results[:] = [shape, arrays, others]
+                return [each for each, array in zip(found, arrays, strict=True) if array]
+
+            inside[0] = True
+            try:
+                made = iter(rewrite(jax.make_jaxpr(flat)(*leaves), leaves))
+            finally:
+                inside[0] = False
+            shape, arrays, others = results
+            return jax.tree.unflatten(
+                shape, [next(made) if array else other for array, other in zip(arrays, others, strict=True)]
+            )
+
+        return run
+
+    with _losses_replaced(replaced, owner):
+        yield
+
+
+@contextlib.contextmanager
+def _losses_replaced(replace: Callable[[Callable[..., Any]], Callable[..., Any]], owner: Hashable) -> Iterator[None]:
+    """While it is open, another function is differentiated in reverse mode in the place of each.
+
+    JAX calls the function once, below `jax.grad` and all its kin; there is no public place for that.
+    """
+    try:
+        from jax._src.interpreters import ad as autodiff
+    except ImportError as error:
+        raise _moved("its derivatives", error) from error
+    linearize = getattr(autodiff, "linearize", None)
+    if linearize is None or "traceable" not in inspect.signature(linearize).parameters:
+        raise _moved("its derivatives", "linearize")
+
+    @functools.wraps(linearize)
+    def replaced(traceable: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return linearize(replace(traceable) if kwargs.get("is_vjp") else traceable, *args, **kwargs)
+
+    autodiff.linearize = replaced
+    try:
+        with _rewriting(owner):
+            yield
+    finally:
+        autodiff.linearize = linearize
+
+
+def _moved(what: str, error: object) -> RematKitError:
+    return RematKitError(
+        f"this JAX ({jax.__version__}) has moved {what}: {error}. Use a version of JAX that remat-kit is tested with."
+    )
+
+
 @contextlib.contextmanager
 def cudnn_of(target: Target) -> Iterator[None]:
     """While it is open, JAX's question for cuDNN and compute capability is answered for a described GPU."""
@@ -242,10 +339,7 @@ def cudnn_of(target: Target) -> Iterator[None]:
     try:
         from jax._src.cudnn import fused_attention_stablehlo as fused
     except ImportError as error:
-        raise RematKitError(
-            f"this JAX ({jax.__version__}) has moved its fused attention: {error}. "
-            "Use a version of JAX that remat-kit is tested with."
-        ) from error
+        raise _moved("its fused attention", error) from error
     ours = target.compute_capability
 
     def at_least(capability: str) -> bool:

@@ -25,12 +25,12 @@ import numpy as np
 from flax import nnx
 
 from remat_kit._errors import PolicyError
-from remat_kit._policy import Policy, Region, get_policy, lower
+from remat_kit._policy import Checkpoint, Policy, Region, get_policy, lower
 
 T = TypeVar("T")
 
 
-def remat(policy: str | Policy) -> Callable[[T], T]:
+def remat(policy: str | Policy | Checkpoint) -> Callable[[T], T]:
     """A decorator that rematerializes what it is applied to under `policy`.
 
     It takes a Linen module class (also one that `nn.scan` then lifts), an NNX module class, a method, a bound
@@ -41,17 +41,17 @@ def remat(policy: str | Policy) -> Callable[[T], T]:
     The traced program is that of a hand-written `jax.checkpoint` (or `nn.remat`, `nnx.remat`) with the same
     policy. Raises PolicyError when `policy` is not a policy, or when what it is applied to cannot be wrapped.
     """
-    chosen = get_policy(policy)
+    chosen = get_policy(policy) if isinstance(policy, str | Policy) or not isinstance(policy, Checkpoint) else policy
 
     def decorate(target: T) -> T:
-        if chosen.region is Region.NOTHING:
+        if isinstance(chosen, Policy) and chosen.region is Region.NOTHING:
             return target
         return _wrap(target, chosen)
 
     return decorate
 
 
-def _wrap(target: Any, policy: Policy) -> Any:
+def _wrap(target: Any, policy: Policy | Checkpoint) -> Any:
     if isinstance(target, type):
         if issubclass(target, nn.Module | nnx.Module):
             return _wrap_class(target, policy)
@@ -84,7 +84,7 @@ def _wrap(target: Any, policy: Policy) -> Any:
 
 # Cached, so that wrapping a class twice gives one class: Flax compares modules by their class.
 @functools.lru_cache(maxsize=256)
-def _wrap_class(cls: type, policy: Policy) -> type:
+def _wrap_class(cls: type, policy: Policy | Checkpoint) -> type:
     if not any("__call__" in vars(base) for base in cls.__mro__):
         raise PolicyError(
             f"{cls.__name__} has no __call__ to rematerialize. Apply remat to the method that runs the block."
@@ -102,7 +102,7 @@ def _wrap_class(cls: type, policy: Policy) -> type:
     return types.new_class(cls.__name__, (cls,), options, lambda body: body.update(namespace))
 
 
-def _wrap_function(function: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
+def _wrap_function(function: Callable[..., Any], policy: Policy | Checkpoint) -> Callable[..., Any]:
     # One wrapped function for each combination of Python arguments, so that JAX's own caches hit when the
     # same block runs again, as they do for a jax.checkpoint written by hand. JAX 0.11 decides when a function is
     # wrapped which of its two implementations of remat runs it, so that setting is part of the key.
@@ -125,7 +125,7 @@ def _wrap_function(function: Callable[..., Any], policy: Policy) -> Callable[...
 
 
 def _checkpointed(
-    function: Callable[..., Any], policy: Policy, arguments: "_Arguments", transform: Callable[..., Any]
+    function: Callable[..., Any], policy: Policy | Checkpoint, arguments: "_Arguments", transform: Callable[..., Any]
 ) -> Callable[..., Any]:
     def dynamic(*arrays: Any) -> Any:
         args, kwargs = arguments.fill(arrays)
@@ -133,7 +133,7 @@ def _checkpointed(
 
     dynamic.__name__ = getattr(function, "__name__", "dynamic")  # JAX's errors name it
     if transform is not nn.remat:
-        return transform(dynamic, policy=lower(policy), prevent_cse=True)
+        return _transformed(transform, dynamic, policy)
 
     # nn.remat lifts the scope of its first argument, a module, and of all modules among the others.
     def module_first(*arrays: Any) -> Any:
@@ -142,10 +142,50 @@ def _checkpointed(
         def lifted(module: nn.Module, *others: Any) -> Any:
             return dynamic(*others[:first], module, *others[first:])
 
-        lifted_call = nn.remat(lifted, policy=lower(policy), prevent_cse=True)
+        lifted_call = _transformed(nn.remat, lifted, policy)
         return lifted_call(arrays[first], *arrays[:first], *arrays[first + 1 :])
 
     return module_first
+
+
+def _transformed(
+    transform: Callable[..., Any], function: Callable[..., Any], policy: Policy | Checkpoint
+) -> Callable[..., Any]:
+    """`function` under jax.checkpoint, nnx.remat or nn.remat with a policy.
+
+    The latter two make a function of arrays out of one of modules and give it to `jax.checkpoint`, also called
+    `jax.remat`. What checkpoints in its own way takes that one's place while they do.
+    """
+    if isinstance(policy, Policy):
+        return transform(function, policy=lower(policy), prevent_cse=True)
+    if transform is jax.checkpoint:
+        return policy.checkpoint(function)
+
+    @functools.wraps(function)
+    def run(*arrays: Any) -> Any:
+        if any(isinstance(each, nn.Module) and each.is_initializing() for each in arrays):
+            return transform(function, prevent_cse=True)(*arrays)  # parameters are made, which are no part of a block
+        original = jax.checkpoint
+        asked = []
+
+        def once(inner: Callable[..., Any], **_: Any) -> Callable[..., Any]:
+            jax.checkpoint = jax.remat = original  # what the block itself checkpoints is its own
+            asked.append(True)
+            return policy.checkpoint(inner)
+
+        jax.checkpoint = jax.remat = once
+        try:
+            result = transform(function, prevent_cse=True)(*arrays)
+        finally:
+            jax.checkpoint = jax.remat = original
+        if not asked:
+            raise PolicyError(
+                f"{policy.name} cannot be put into this version of Flax, whose remat does not call jax.checkpoint. "
+                "Use a version that remat-kit is tested with."
+            )
+        return result
+
+    return run
 
 
 @dataclass(frozen=True)

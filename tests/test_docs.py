@@ -9,13 +9,15 @@ import re
 
 import pytest
 
-from remat_kit import CHIPS, POLICIES
+from remat_kit import CHIPS, POLICIES, Plan
 from remat_kit._record import load
+from remat_kit._report import plan as plan_report
 from remat_kit._report import table, text
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = ROOT / "README.md"
 RECORDS = ROOT / "experiments/results/gpt2-small.json"
+PLAN = ROOT / "experiments/results/gpt2-small-plan.json"
 
 
 def _policies() -> str:
@@ -41,7 +43,11 @@ def _analyze() -> str:
     return _fenced(text.render(record))
 
 
-BLOCKS = {"policies": _policies, "targets": _targets, "sweep": _sweep, "analyze": _analyze}
+def _plan() -> str:
+    return _fenced(plan_report.render(Plan.loads(PLAN.read_text())))
+
+
+BLOCKS = {"policies": _policies, "targets": _targets, "sweep": _sweep, "analyze": _analyze, "plan": _plan}
 
 
 @pytest.mark.parametrize("name", BLOCKS)

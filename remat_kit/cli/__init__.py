@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import typer
 
 from remat_kit._errors import RematKitError
-from remat_kit.cli import analyze, diff, policies, report, sweep, targets
+from remat_kit.cli import analyze, diff, plan, policies, report, sweep, targets
 
 app = typer.Typer(
     name="remat-kit",
@@ -20,6 +20,7 @@ for name, module in {
     "sweep": sweep,
     "analyze": analyze,
     "diff": diff,
+    "plan": plan,
     "report": report,
     "policies": policies,
     "targets": targets,

@@ -1,0 +1,373 @@
+"""What a plan decides about one block: values, what it costs to keep each, and what it costs to compute each again.
+
+A model, from the block's derivative (`apply.Derivative`) and the rates of a chip. A value is *materialized* when it is
+an array in memory and not only a register of a kernel: results of matrix products, reductions and library kernels, and
+what those read. Everything else is fused into what reads it, so a chain of elementwise operations costs the arrays that
+go into it and the one that comes out, not each step.
+"""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from remat_kit._plan.block import Derivative
+from remat_kit._plan.flat import Op, Place
+from remat_kit._plan.sizes import bytes_of, flops_of_op
+from remat_kit._target import Chip
+
+VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "sharding_constraint", "copy", "optimization_barrier",
+                   "stop_gradient", "reduce_precision"})  # fmt: skip
+"""Their result is their operand: never worth a decision of its own."""
+SPREADS = frozenset({"broadcast_in_dim", "iota"})
+"""Their result is made of less than itself."""
+ELEMENTWISE = frozenset({
+    "abs", "add", "add_any", "and", "atan2", "cbrt", "ceil", "clamp", "convert_element_type", "cos", "cosh", "div",
+    "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "imag", "integer_pow", "is_finite",
+    "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not",
+    "one_minus_square", "or", "pow", "real", "rem", "round", "rsqrt", "select_n", "shift_left",
+    "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "sub", "tan", "tanh",
+    "xor", "bitcast_convert_type", "transpose", "slice", "pad", "concatenate", "rev", "dynamic_slice",
+    "population_count", "clz", "to_edtype", "random_unwrap", "random_wrap", "threefry2x32", "random_bits",
+    "random_fold_in", "random_split", "random_seed",
+})  # fmt: skip
+_RANDOM = frozenset({"threefry2x32", "random_bits"})
+_RANDOM_FLOPS = 120
+"""Vector operations of an element of Threefry-2x32: 20 rounds of 5 operations, and 5 additions of keys. With JAX's
+partitionable generator each element has a pair of words of its own."""
+_COLLECTIVES = frozenset(
+    {"psum", "psum_invariant", "all_gather", "all_to_all", "reduce_scatter", "ppermute", "pmax", "pmin"}
+)
+_NOT_AGAIN = frozenset({"rng_bit_generator", "rng_uniform"})
+"""XLA may give other bits when it compiles them in another place."""
+_FRONTIER = 16
+_PEAKS = {"bfloat16": "bf16", "float16": "f16", "float64": "f64", "int8": "s8", "uint8": "s8"}
+
+
+@dataclass(slots=True)
+class Value:
+    """One value that a block may keep for its backward.
+
+    Attributes:
+      number: in the derivative's flat program; place: of the operation that makes it, (-1, position) for an input.
+      bytes: of it, once.
+      save_s: seconds that keeping it costs, writing and reading it, beyond what computing it again would.
+      resident: bytes that its being computed again, or being taken out of a stack, has in memory during backward; 0 for
+        what is fused into its readers.
+      until, since: the earliest and the latest linear operation that reads it: backward, which goes from the latest to
+        the earliest, needs it in between. -1 when none does.
+      may_keep: whether it is worth a decision.
+      free: it is there anyway: an input of the block that lives on, or a constant.
+    """
+
+    number: int
+    place: Place
+    bytes: int
+    save_s: float = 0.0
+    resident: int = 0
+    until: int = -1
+    since: int = -1
+    may_keep: bool = True
+    free: bool = False
+
+    @property
+    def is_input(self) -> bool:
+        """Whether it is an input of the block, which cannot be computed again."""
+        return self.place[0] < 0
+
+
+@dataclass(slots=True)
+class Step:
+    """One operation that may run again in backward.
+
+    Attributes:
+      position: in the derivative's flat program.
+      inputs, outputs: numbers of values.
+      again_s: seconds of running it again.
+      flops: of its matrix products.
+      may_run_again: not so for effects, nor for random bits that would come out otherwise.
+    """
+
+    position: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    again_s: float
+    flops: int
+    may_run_again: bool = True
+
+
+@dataclass(slots=True)
+class Graph:
+    """A block as a plan sees it.
+
+    Attributes:
+      derivative: what the block's numbers refer to.
+      values: by number; steps: by the number of a value, the operation that makes it.
+      needed: values that backward takes, in the order of its operations.
+      gradients: (position, bytes) of the tangents that cross each heavy linear operation.
+      repeats: how often the block runs in one stack of saved values: the length of a scan, else 1.
+      ops: all operations that may run again.
+      forward_s: seconds of the block's forward, beside which copies to the host run; its backward takes about twice.
+      host_bytes_per_s: of those copies, in one direction.
+    """
+
+    derivative: Derivative
+    values: dict[int, Value]
+    steps: dict[int, Step]
+    needed: tuple[int, ...]
+    gradients: tuple[tuple[int, int], ...]
+    repeats: int
+    ops: tuple[Step, ...]
+    forward_s: float
+    host_bytes_per_s: float
+
+
+def build_graph(derivative: Derivative, free: Collection[int], chip: Chip, repeats: int = 1) -> Graph:
+    """The graph of a block. `free` are the positions of its inputs that live on whatever is decided."""
+    return _Builder(derivative, free, chip, repeats).build()
+
+
+class _Builder:
+    def __init__(self, derivative: Derivative, free: Collection[int], chip: Chip, repeats: int) -> None:
+        self.derivative = derivative
+        self.flat = derivative.flat
+        self.chip = chip
+        self.repeats = repeats
+        self.bandwidth = chip.memory_bytes_per_s * chip.efficiency["memory"]
+        self.block_inputs = self.flat.inputs[: len(derivative.active)]
+        self.free = {self.block_inputs[position] for position in free}
+        self.maker = {
+            number: (position, index)
+            for position, op in enumerate(self.flat.ops)
+            if position not in derivative.linear
+            for index, number in enumerate(op.outputs)
+        }
+        self.residuals = derivative.residuals
+        self.base = self._bases()
+        self.readers = self._readers()
+        self.frontiers: dict[int, dict[int, int]] = {}
+        for number in self.maker:
+            self._frontier(number)
+        # What is fused into backward's kernels is read there as the arrays that it is made of.
+        self.reads = {number: list(readers) for number, readers in self.residuals.items()}
+        for number, readers in self.residuals.items():
+            for array in self._frontier(number):
+                if array != number and array not in self.free:
+                    self.reads.setdefault(array, []).extend(readers)
+
+    def build(self) -> Graph:
+        ancestors = self._ancestors()
+        values: dict[int, Value] = {}
+        for number in sorted(ancestors | set(self.residuals)):
+            values[number] = self._value(number)
+        steps: dict[int, Step] = {}
+        ops: list[Step] = []
+        for position, op in enumerate(self.flat.ops):
+            if position in self.derivative.linear or not any(number in values for number in op.outputs):
+                continue
+            step = self._step(position, op, values)
+            ops.append(step)
+            steps.update((number, step) for number in op.outputs if number in values)
+        needed = tuple(number for number in self.residuals if not values[number].free)
+        linear = self.derivative.linear
+        forward_s = sum(self._seconds(op) for position, op in enumerate(self.flat.ops) if position not in linear)
+        host = self.chip.host_bytes_per_s * self.chip.efficiency["host"]
+        return Graph(
+            self.derivative, values, steps, needed, self._gradients(), self.repeats, tuple(ops), forward_s, host
+        )
+
+    def _bases(self) -> dict[int, int]:
+        """The value that each one is another view of."""
+        base: dict[int, int] = {}
+        for op in self.flat.ops:
+            if op.primitive in VIEWS and len(op.outputs) == 1 and isinstance(op.inputs[0], int):
+                base[op.outputs[0]] = base.get(op.inputs[0], op.inputs[0])
+        return base
+
+    def _readers(self) -> dict[int, list[int]]:
+        """The operations, views aside, that read each value or a view of it."""
+        readers: dict[int, list[int]] = {}
+        for position, op in enumerate(self.flat.ops):
+            if op.primitive in VIEWS:
+                continue
+            for number in {self.base.get(each, each) for each in op.inputs if isinstance(each, int)}:
+                readers.setdefault(number, []).append(position)
+        return readers
+
+    def _ancestors(self) -> set[int]:
+        """What the values that backward takes are computed from."""
+        found, waiting = set(self.residuals), list(self.residuals)
+        while waiting:
+            place = self.maker.get(waiting.pop())
+            if place is None:
+                continue
+            for number in self.flat.ops[place[0]].inputs:
+                if isinstance(number, int) and number not in found:
+                    found.add(number)
+                    waiting.append(number)
+        return found
+
+    def is_materialized(self, number: int) -> bool:
+        """Whether a value is an array in memory while the block runs."""
+        number = self.base.get(number, number)
+        place = self.maker.get(number)
+        if place is None:
+            return True
+        op = self.flat.ops[place[0]]
+        if not is_fused(op):
+            return True
+        return any(not is_fused(self.flat.ops[reader]) and not _is_reduction(self.flat.ops[reader])
+                   for reader in self.readers.get(number, ()))  # fmt: skip
+
+    def _frontier(self, number: int) -> dict[int, int]:
+        """The arrays, with their bytes, that fused operations make a value of. Asked in the order of the program."""
+        number = self.base.get(number, number)
+        if number not in self.frontiers:
+            place = self.maker.get(number)
+            if place is None or self.is_materialized(number):
+                self.frontiers[number] = {number: bytes_of(self.flat.avals[number])}
+            else:
+                self.frontiers[number] = self._read(self.flat.ops[place[0]])
+        return self.frontiers[number]
+
+    def _value(self, number: int) -> Value:
+        place = self.maker.get(number)
+        size = bytes_of(self.flat.avals[number])
+        value = Value(number, place or self._input_place(number), size)
+        value.until, value.since = self._until(number), max(self.residuals.get(number, []), default=-1)
+        if place is None:
+            value.free = number in self.free or number not in self.block_inputs
+            return value
+        op = self.flat.ops[place[0]]
+        value.may_keep = size > 0 and op.primitive not in VIEWS and op.primitive not in SPREADS
+        materialized = self.is_materialized(number)
+        value.resident = size if materialized and number not in self.base else 0
+        moved = 0 if materialized else 2 * size
+        if self.repeats > 1:
+            # The stack is cleared, written and read; what a library kernel reads is copied out of it before.
+            moved += (4 if value.resident and value.until >= 0 else 3) * size + (size if materialized else 0)
+            value.save_s += 2 * self.chip.launch_s
+        value.save_s += moved / self.bandwidth
+        return value
+
+    def _until(self, number: int) -> int:
+        """The earliest linear operation that reads a value or a view of it; -1 when none does."""
+        views = [each for each, base in self.base.items() if base == number]
+        return min((at for each in (number, *views) for at in self.reads.get(each, ())), default=-1)
+
+    def _input_place(self, number: int) -> Place:
+        return (-1, self.block_inputs.index(number) if number in self.block_inputs else -1)
+
+    def _step(self, position: int, op: Op, values: Mapping[int, Value]) -> Step:
+        inputs = tuple(each for each in op.inputs if isinstance(each, int))
+        return Step(
+            position,
+            inputs,
+            tuple(op.outputs),
+            self._seconds(op),
+            flops_of_op(op),
+            not op.eqn.effects and op.primitive not in _NOT_AGAIN and not _is_unstable(op, self.flat.avals),
+        )
+
+    def _seconds(self, op: Op) -> float:
+        """Seconds of running an operation again."""
+        if op.primitive in VIEWS or op.primitive in SPREADS:
+            return 0.0
+        out = sum(bytes_of(self.flat.avals[number]) for number in op.outputs)
+        elements = max((math.prod(getattr(self.flat.avals[number], "shape", ())) for number in op.outputs), default=0)
+        work = elements * (_RANDOM_FLOPS if op.primitive in _RANDOM else 1) / self.chip.vector_flops_per_s
+        if self._is_epilogue(op):
+            return 0.0
+        if is_fused(op):
+            if not any(self.is_materialized(number) for number in op.outputs):
+                read = self._read_by_backward(op)
+                return work + read / self.bandwidth
+            moved = sum(self._read(op).values()) + out
+            return max(work, moved / self.bandwidth) + self.chip.launch_s
+        moved = sum(self._read(op).values()) + out
+        if op.primitive in _COLLECTIVES:
+            rate = self.chip.link_bytes_per_s * self.chip.efficiency["link"] or self.chip.host_bytes_per_s
+            return moved / rate + self.chip.launch_s
+        flops = flops_of_op(op)
+        matrix = flops / self._rate(op) if flops else 0.0
+        return max(matrix, work, moved / self.bandwidth) + self.chip.launch_s
+
+    def _is_epilogue(self, op: Op) -> bool:
+        """Whether it adds a bias to a matrix product, which the product's own kernel does."""
+        if op.primitive != "add":
+            return False
+        operands = [self.base.get(each, each) for each in op.inputs if isinstance(each, int)]
+        makers = [self.flat.ops[self.maker[each][0]].primitive for each in operands if each in self.maker]
+        products = [
+            each
+            for each in operands
+            if each in self.maker and self.flat.ops[self.maker[each][0]].primitive == "dot_general"
+        ]
+        return len(products) == 1 and "broadcast_in_dim" in makers and len(self.readers.get(products[0], ())) == 1
+
+    def _read(self, op: Op) -> dict[int, int]:
+        merged: dict[int, int] = {}
+        for each in op.inputs:
+            if isinstance(each, int) and len(merged) < _FRONTIER:
+                merged |= self._frontier(each)
+        return merged
+
+    def _read_by_backward(self, op: Op) -> int:
+        """Bytes that the kernels of backward read in the place of a fused value that they take."""
+        if not any(number in self.residuals for number in op.outputs):
+            return 0
+        return sum(size for number, size in self._read(op).items() if number not in self.free)
+
+    def _rate(self, op: Op) -> float:
+        dtypes = [str(self.flat.avals[each].dtype) for each in op.inputs if isinstance(each, int)]
+        widest = max(
+            (jnp.dtype(dtype) for dtype in dtypes if _is_float(dtype)),
+            key=lambda each: each.itemsize,
+            default=jnp.dtype("float32"),
+        )
+        peak = _PEAKS.get(widest.name, "tf32" if "tf32" in self.chip.flops_per_s else "f32")
+        if "float8" in widest.name:
+            peak = "f8"
+        return self.chip.flops_per_s.get(peak, self.chip.vector_flops_per_s) * self.chip.efficiency["matmul"]
+
+    def _gradients(self) -> tuple[tuple[int, int], ...]:
+        """Bytes of tangents, as arrays, that are alive at each linear operation that is a kernel of its own."""
+        ops, linear = self.flat.ops, self.derivative.linear
+        made: dict[int, int] = {}
+        last: dict[int, int] = {}
+        for position in sorted(linear):
+            for number in ops[position].inputs:
+                if isinstance(number, int) and number in made:
+                    last[number] = position
+            made.update((number, position) for number in ops[position].outputs)
+        arrays = [
+            (born, last.get(number, len(ops)), bytes_of(self.flat.avals[number]))
+            for number, born in made.items()
+            if number not in self.base
+            and (not is_fused(ops[born]) or any(not is_fused(ops[each]) for each in self.readers.get(number, ())))
+        ]
+        heavy = [position for position in sorted(linear) if not is_fused(ops[position])]
+        return tuple((at, sum(size for born, dies, size in arrays if born <= at <= dies)) for at in heavy)
+
+
+def is_fused(op: Op) -> bool:
+    """Whether XLA fuses an operation into what reads it."""
+    return op.primitive in ELEMENTWISE or op.primitive in VIEWS or op.primitive in SPREADS
+
+
+def _is_reduction(op: Op) -> bool:
+    return op.primitive.startswith(("reduce_", "arg", "cum"))
+
+
+def _is_unstable(op: Op, avals: Sequence[Any]) -> bool:
+    """Random bits of another generator than Threefry, which may differ from place to place."""
+    if op.primitive != "random_bits":
+        return False
+    key = avals[op.inputs[0]] if isinstance(op.inputs[0], int) else None
+    return "fry" not in str(getattr(key, "dtype", "key<fry>"))
+
+
+def _is_float(dtype: str) -> bool:
+    return dtype.startswith(("float", "bfloat"))

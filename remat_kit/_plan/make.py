@@ -1,0 +1,162 @@
+"""`plan`: the fastest decisions for a step under a budget in bytes, confirmed by the compiler."""
+
+from remat_kit import _fingerprint
+from remat_kit._compile import CompileOptions
+from remat_kit._errors import PlanError
+from remat_kit._plan.budget import parse_budget
+from remat_kit._plan.choose import Choice
+from remat_kit._plan.describe import block_plans, reasons_for
+from remat_kit._plan.measured import NeedModel
+from remat_kit._plan.plan import Plan, Tried
+from remat_kit._plan.search import FACTORS, MOST_COMPILES, Candidate, Planner
+from remat_kit._step import Step, Workload
+from remat_kit._target import Target
+
+_MODEL_ERROR = 0.05
+"""Of a need, by which the model may be wrong before the compiler has corrected it."""
+
+
+def plan(
+    step: Step,
+    target: Target,
+    budget: str | int | None = None,
+    *,
+    where: str | None = None,
+    offload: bool = False,
+    options: CompileOptions | None = None,
+) -> Plan:
+    """The plan for a step that takes the least predicted time and needs no more than `budget` on `target`.
+
+    `budget` is text such as "40GiB" or "90%", bytes, or None for the fastest plan of all. `where` is a regular
+    expression on module paths that says what a block is; without it blocks are found (`find_sites`). With `offload`,
+    values may wait in host memory, where the copies fit beside what is computed. A plan that does not fit is that of
+    the smallest need that was reached (`Plan.fits`). At most `MOST_COMPILES` programs are compiled.
+
+    Raises PlanError for a budget that is none, RematKitError when there is nothing to plan.
+    """
+    limit = parse_budget(budget, target)
+    return plan_with(Planner.of(step, target, options, where, offload), limit)
+
+
+def plan_with(planner: Planner, limit: int | None, workload: Workload | None = None) -> Plan:
+    """The plan under `limit` bytes of a planner, which keeps what it has compiled for further budgets."""
+    search = _Search(planner, limit)
+    best = search.run()
+    return _answer(planner, limit, best, search, workload)
+
+
+class _Search:
+    """Candidates for one budget, compiled one after the other."""
+
+    def __init__(self, planner: Planner, limit: int | None) -> None:
+        self.planner = planner
+        self.limit = float("inf") if limit is None else float(limit)
+        self.tried: list[Candidate] = []
+        self.best_policy: Candidate | None = None
+
+    def run(self) -> Candidate:
+        """The fastest candidate that fits, else the one of the smallest need."""
+        first = self._add(self.planner.all_again())
+        if first.compiled is None:
+            raise PlanError(f"the compiler refuses the step with every block computed again: {first.error}")
+        model = NeedModel(first.choice, first.compiled)
+        self._policy(model)
+        if not first.fits(self.limit):
+            model = self._reach(model)
+        # Once for each opinion on what keeping costs; then corrected by what the compiler said, while that helps.
+        for factor in (*FACTORS, *FACTORS):
+            if self._left() <= self._is_behind():
+                break
+            choice = self.planner.chosen(model, self.limit, factor) or self._beyond(model, factor)
+            candidate = self._add(self.planner.compile(f"plan {factor:g}", choice, model.need_bytes(choice)))
+            if candidate.compiled is not None:
+                model = NeedModel(candidate.choice, candidate.compiled)
+        if self._is_behind() and self._left() and self.best_policy:
+            # The same decisions as a plan of their own, which is what can be applied and written down.
+            name = f"as {self.best_policy.name}"
+            self._add(self.planner.compile(name, self.best_policy.choice, None))
+        return self._best()
+
+    def _beyond(self, model: NeedModel, factor: float) -> Choice:
+        """Where nothing fits by the model: a little more than its smallest need, which may be wrong by as much."""
+        least = self.planner.least(model)
+        more = model.need_bytes(least) * (1 + _MODEL_ERROR)
+        return self.planner.chosen(model, more, factor) or least
+
+    def _is_behind(self) -> bool:
+        """Whether a named policy that fits is faster than all decisions of our own so far."""
+        best = self._best()
+        policy = self.best_policy
+        return policy is not None and (not best.fits(self.limit) or policy.seconds < best.seconds)
+
+    def _left(self) -> int:
+        return MOST_COMPILES - len(self.tried)
+
+    def _reach(self, model: NeedModel) -> NeedModel:
+        """The smallest need of the model, compiled, where computing all again is too much."""
+        least = self.planner.least(model)
+        candidate = self._add(self.planner.compile("smallest need", least, model.need_bytes(least)))
+        return NeedModel(candidate.choice, candidate.compiled) if candidate.compiled is not None else model
+
+    def _policy(self, model: NeedModel) -> None:
+        """The fastest named policy that fits: of those that are compiled, and the one that the model ranks first."""
+        ranked = sorted(self.planner.policies(), key=lambda policy: self.planner.model_of(policy).seconds)
+        fitting = (each for each in ranked if model.need_bytes(self.planner.model_of(each)) <= self.limit)
+        first = next(fitting, None)
+        if first is not None:
+            self.planner.named(first)
+        known = [each for each in self.planner.named_so_far() if each.fits(self.limit)]
+        self.best_policy = min(known, key=lambda each: each.seconds, default=None)
+        if self.best_policy is not None:
+            self._add(self.best_policy)
+
+    def _add(self, candidate: Candidate) -> Candidate:
+        if candidate not in self.tried:
+            self.tried.append(candidate)
+        return candidate
+
+    def _best(self) -> Candidate:
+        """Of decisions of our own; a named policy is what they are compared with."""
+        known = [each for each in self.tried if each.compiled is not None and not each.is_policy]
+        fitting = [each for each in known if each.fits(self.limit)]
+        if fitting:
+            return min(fitting, key=lambda each: (each.seconds, each.need_bytes))
+        return min(known, key=lambda each: each.need_bytes)
+
+
+def _answer(planner: Planner, limit: int | None, best: Candidate, search: _Search, workload: Workload | None) -> Plan:
+    compiled = best.compiled
+    assert compiled is not None
+    budget = search.limit
+    policy = search.best_policy if search.best_policy and search.best_policy.fits(budget) else None
+    return Plan(
+        workload=workload.spec if workload else "",
+        options=dict(workload.options) if workload else {},
+        target=planner.target.name,
+        mesh=dict(planner.target.mesh),
+        versions=_fingerprint.versions(),
+        budget_bytes=limit,
+        fits=best.fits(budget),
+        need_bytes=compiled.need_bytes,
+        host_bytes=compiled.host_bytes,
+        step_s=compiled.seconds,
+        breakdown_s=dict(compiled.prediction.breakdown),
+        recompute_flops=compiled.recompute_flops,
+        blocks=block_plans(planner, best.choice),
+        tried=tuple(_tried(each, budget) for each in search.tried),
+        best_policy=_tried(policy, budget) if policy else None,
+        reasons=reasons_for(best, policy, search.tried, limit),
+    )
+
+
+def _tried(candidate: Candidate, budget: float) -> Tried:
+    compiled = candidate.compiled
+    return Tried(
+        name=candidate.name,
+        need_bytes=compiled.need_bytes if compiled else None,
+        step_s=compiled.seconds if compiled else None,
+        predicted_need_bytes=candidate.predicted_need_bytes,
+        recompute_flops=compiled.recompute_flops if compiled else None,
+        fits=candidate.fits(budget),
+        error=candidate.error or "",
+    )

@@ -1,0 +1,200 @@
+"""`Planner`: decisions under a budget, each candidate compiled, the model corrected by what the compiler says."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from remat_kit._compile import CompileOptions, compile_step
+from remat_kit._errors import CompileError
+from remat_kit._plan.block import OFFLOAD, SAVE, BareBlock, Block
+from remat_kit._plan.choose import Choice, choose
+from remat_kit._plan.graph import Graph
+from remat_kit._plan.layout import Instance, Site
+from remat_kit._plan.measured import Compiled, NeedModel, read_compiled
+from remat_kit._plan.named import NamedBlock, applicable, solution_of
+from remat_kit._plan.solve import Solution, evaluate, frontier
+from remat_kit._plan.survey import Survey, survey, trace_with
+from remat_kit._policy import Policy
+from remat_kit._step import Step
+from remat_kit._target import Target
+
+MOST_COMPILES = 5
+FACTORS = (1.0, 2.0)
+"""On what the model says that keeping a value costs: a second opinion, since how XLA fuses a write is not known."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Decisions that were compiled, or a named policy.
+
+    Attributes:
+      name: what it is called in the answer.
+      choice: the decisions; of a named policy, those that it comes to in the model.
+      compiled: what the compiler says; None when it refused.
+      predicted_need_bytes: what the model said before; None for the first.
+      error: why it could not be compiled.
+      is_policy: it is a named policy, as `jax.checkpoint` runs it.
+    """
+
+    name: str
+    choice: Choice
+    compiled: Compiled | None
+    predicted_need_bytes: int | None
+    error: str | None = None
+    is_policy: bool = False
+
+    @property
+    def seconds(self) -> float:
+        """The predicted time of a step; infinite when the compiler refused."""
+        return self.compiled.seconds if self.compiled else float("inf")
+
+    @property
+    def need_bytes(self) -> float:
+        """The compiled need; infinite when the compiler refused."""
+        return self.compiled.need_bytes if self.compiled else float("inf")
+
+    def fits(self, budget: float) -> bool:
+        """Whether it needs no more than the budget."""
+        return self.compiled is not None and self.compiled.need_bytes <= budget
+
+
+@dataclass
+class Planner:
+    """Plans for one step on one target. Compiled programs are kept, so that further budgets cost little.
+
+    Attributes:
+      step, target, options: what is planned, for what, compiled how.
+      found: its blocks.
+      offload: whether values may be moved to the host.
+      compiles: how often XLA was asked so far.
+    """
+
+    step: Step
+    target: Target
+    options: CompileOptions
+    found: Survey
+    offload: bool = False
+    compiles: int = 0
+    _frontiers: dict[float, dict[str, tuple[Solution, ...]]] = field(default_factory=dict)
+    _candidates: dict[Any, Candidate] = field(default_factory=dict)
+
+    @staticmethod
+    def of(
+        step: Step,
+        target: Target,
+        options: CompileOptions | None = None,
+        where: str | None = None,
+        offload: bool = False,
+    ) -> "Planner":
+        """A planner for a step. Raises RematKitError when there is nothing to plan."""
+        return Planner(step, target, options or CompileOptions(), survey(step, target, where), offload)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kind of each block, in the order in which they run."""
+        by_site = {each.site: kind.name for kind in self.found.kinds.values() for each in kind.instances}
+        return tuple(by_site[site] for site in self.found.sites)
+
+    @property
+    def repeats(self) -> dict[str, int]:
+        """How often a scan runs each kind."""
+        return {name: kind.graph.repeats for name, kind in self.found.kinds.items()}
+
+    def frontiers(self, factor: float = 1.0) -> dict[str, tuple[Solution, ...]]:
+        """The solutions of each kind that can be chosen from."""
+        if factor not in self._frontiers:
+            points = 8 if len(self.found.kinds) < 4 else 4
+            self._frontiers[factor] = {
+                name: frontier(kind.graph, len(kind.instances), points, factor, self.offload)
+                for name, kind in self.found.kinds.items()
+            }
+        return self._frontiers[factor]
+
+    def all_again(self) -> Candidate:
+        """Every block computed again as a whole: what every model starts from."""
+        solutions = {name: evaluate(kind.graph, ()) for name, kind in self.found.kinds.items()}
+        if None in solutions.values():  # random bits that must not be made again
+            solutions = {name: self.frontiers()[name][0] for name in solutions}
+        return self.compile("all again", self._choice(solutions))
+
+    def _choice(self, solutions: Mapping[str, Any]) -> Choice:
+        repeats = self.repeats
+        return Choice(self.kinds, tuple(solutions[kind] for kind in self.kinds), tuple(repeats[k] for k in self.kinds))
+
+    def chosen(self, model: NeedModel, budget: float, factor: float = 1.0) -> Choice | None:
+        """The decisions that take the least time and need no more than `budget` by the model."""
+        kept, backward = model.limits(budget) if budget < float("inf") else (None, None)
+        return choose(self.kinds, self.repeats, self.frontiers(factor), kept, backward)
+
+    def least(self, model: NeedModel) -> Choice:
+        """The decisions that need the fewest bytes by the model."""
+        least = self._choice({name: min(own, key=lambda each: each.bytes) for name, own in self.frontiers().items()})
+        low, high = 0.0, float(model.need_bytes(least))
+        best = least
+        for _ in range(12):
+            middle = (low + high) / 2
+            found = self.chosen(model, middle)
+            if found is None:
+                low = middle
+            else:
+                best, high = found, middle
+        return best
+
+    def compile(self, name: str, choice: Choice, predicted: int | None = None) -> Candidate:
+        """What the compiler says of decisions; each are compiled once."""
+        key = choice.kinds, tuple((each.kept, each.offloaded, each.is_bare) for each in choice.solutions)
+        if key not in self._candidates:
+            blocks = self.blocks_of(choice)
+            compiled, error = self._compile(lambda instance: blocks[instance.site])
+            self._candidates[key] = Candidate(name, choice, compiled, predicted, error)
+        return self._candidates[key]
+
+    def named(self, policy: Policy) -> Candidate:
+        """A named policy on the blocks; compiled once."""
+        if policy not in self._candidates:
+            solutions = {name: solution_of(policy, kind.graph) for name, kind in self.found.kinds.items()}
+            blocks = {name: NamedBlock(kind.block.flat, policy) for name, kind in self.found.kinds.items()}
+            compiled, error = self._compile(lambda instance: blocks[instance.kind])
+            self._candidates[policy] = Candidate(policy.name, self._choice(solutions), compiled, None, error, True)
+        return self._candidates[policy]
+
+    def named_so_far(self) -> tuple[Candidate, ...]:
+        """The named policies that have been compiled."""
+        return tuple(each for each in self._candidates.values() if each.is_policy)
+
+    def policies(self) -> tuple[Policy, ...]:
+        """The named policies that mean something for this step."""
+        return applicable([kind.graph for kind in self.found.kinds.values()])
+
+    def model_of(self, policy: Policy) -> Choice:
+        """What a named policy comes to in the model."""
+        return self._choice({name: solution_of(policy, kind.graph) for name, kind in self.found.kinds.items()})
+
+    def blocks_of(self, choice: Choice) -> dict[Site, Block | BareBlock]:
+        """The block for each site under some decisions; equal ones are one object, which JAX traces once."""
+        known: dict[Any, Block | BareBlock] = {}
+        found: dict[Site, Block | BareBlock] = {}
+        for site, kind, solution in zip(self.found.sites, choice.kinds, choice.solutions, strict=True):
+            key = kind, solution.kept, solution.offloaded, solution.is_bare
+            if key not in known:
+                known[key] = block_under(self.found.kinds[kind].graph, self.found.kinds[kind].block, solution)
+            found[site] = known[key]
+        return found
+
+    def _compile(self, choose_block: Callable[[Instance], Any]) -> tuple[Compiled | None, str | None]:
+        self.compiles += 1
+        try:
+            sites = self.found.sites
+            traced = trace_with(self.step, self.target, lambda _: sites, choose_block)
+            return read_compiled(compile_step(traced, self.options)), None
+        except CompileError as error:
+            return None, str(error)
+
+
+def block_under(graph: Graph, block: Block, solution: Solution) -> Block | BareBlock:
+    """A block that keeps what a solution keeps. Inputs of the block are kept without a word."""
+    if solution.is_bare:
+        return BareBlock(block.flat)
+    places = {graph.values[number].place: SAVE for number in solution.kept if not graph.values[number].is_input}
+    places |= {graph.values[number].place: OFFLOAD for number in solution.offloaded}
+    return Block(block.flat, places, graph.derivative.fingerprint)

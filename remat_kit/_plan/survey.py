@@ -1,0 +1,135 @@
+"""What there is to plan in a step: its blocks, each kind with its graph."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from remat_kit._errors import RematKitError
+from remat_kit._plan.block import Block
+from remat_kit._plan.find import find_sites
+from remat_kit._plan.graph import Graph, build_graph
+from remat_kit._plan.layout import Instance, Layout, Site, flat_of, lay_out
+from remat_kit._plan.sizes import flops_of_op, outside_flops
+from remat_kit._step import Step
+from remat_kit._target import Target
+from remat_kit._trace import TracedStep, losses_rewritten, trace
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Blocks that compute the same.
+
+    Attributes:
+      name: the fingerprint of what they compute.
+      block: the one through which the step was traced, with its derivative.
+      graph: what can be decided.
+      instances: all of them, in the order in which they run.
+    """
+
+    name: str
+    block: Block
+    graph: Graph
+    instances: tuple[Instance, ...]
+
+
+@dataclass(frozen=True)
+class Survey:
+    """A step with its blocks, traced with all of them computed again.
+
+    Attributes:
+      traced: the step with every block checkpointed and nothing kept in it.
+      kinds: by name; sites: of all blocks in the order in which they run.
+      outside_flops: of the matrix products that are in no block, once, in the function that is differentiated.
+    """
+
+    traced: TracedStep
+    kinds: Mapping[str, Kind]
+    sites: tuple[Site, ...]
+    outside_flops: int = 0
+
+
+Chooser = Callable[[Instance], Block]
+"""The block that runs at a site."""
+
+
+def survey(step: Step, target: Target, where: str | None = None) -> Survey:
+    """The blocks of a step. Raises RematKitError when there is none, or when the step has no derivative."""
+    layouts: list[Layout] = []
+    blocks: dict[str, Block] = {}
+
+    def choose(instance: Instance) -> Block:
+        return blocks.setdefault(instance.kind, Block(instance.flat, {}, ""))
+
+    traced = trace_with(step, target, lambda jaxpr: find_sites(jaxpr, where), choose, layouts)
+    (layout,) = layouts
+    instances = [each for each in layout.instances() if blocks[each.kind].seen]
+    if not instances:
+        raise RematKitError("backward goes through none of the step's blocks. Plan the step that computes gradients.")
+    kinds = {}
+    for name in dict.fromkeys(each.kind for each in instances):
+        own = tuple(each for each in instances if each.kind == name)
+        # Inside a loop JAX asks again when it finds that more inputs are differentiated; the last time counts.
+        derivative = list(blocks[name].seen.values())[-1]
+        lasting = frozenset.intersection(*(each.lasting for each in own))
+        graph = build_graph(derivative, lasting, target.chip, own[0].repeats)
+        kinds[name] = Kind(name, blocks[name], graph, own)
+    outside = outside_flops(layout) + sum(
+        each.repeats * flops_of_op(op)
+        for each in layout.instances()
+        if not blocks[each.kind].seen
+        for op in each.flat.ops
+    )
+    return Survey(traced, kinds, tuple(each.site for each in instances), outside)
+
+
+def trace_with(
+    step: Step,
+    target: Target,
+    sites_of: Callable[[Any], Sequence[Site]],
+    choose: Chooser,
+    layouts: list[Layout] | None = None,
+) -> TracedStep:
+    """The step traced with the blocks of what it differentiates replaced.
+
+    Raises RematKitError when it differentiates nothing, or more than one function.
+    """
+    return trace(dataclasses.replace(step, fn=rewritten(step.fn, sites_of, choose, layouts)), target)
+
+
+def rewritten(
+    function: Callable[..., Any],
+    sites_of: Callable[[Any], Sequence[Site]],
+    choose: Chooser,
+    layouts: list[Layout] | None = None,
+) -> Callable[..., Any]:
+    """`function` with the blocks replaced of what it differentiates. See `trace_with`."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        found: list[Layout] = []
+
+        def rewrite(jaxpr: Any, arguments: Sequence[Any]) -> Sequence[Any]:
+            if found and found[0].flat.fingerprint() != flat_of(jaxpr).fingerprint():
+                raise _not_one("several functions")
+            # JAX traces the body of a loop again when it finds another type of what is carried.
+            layout = lay_out(jaxpr, sites_of(jaxpr))
+            found[:] = [layout]
+            return layout.run(arguments, lambda instance, values: choose(instance)(*values))
+
+        with losses_rewritten(rewrite, run):
+            result = function(*args, **kwargs)
+        if not found:
+            raise _not_one("nothing")
+        if layouts is not None:
+            layouts[:] = found
+        return result
+
+    run.__name__ = getattr(function, "__name__", "run")
+    return run
+
+
+def _not_one(what: str) -> RematKitError:
+    return RematKitError(
+        f"the step differentiates {what}, and a plan is for the one function that holds the blocks. Give a training "
+        "step that calls jax.grad, jax.value_and_grad or jax.vjp on that alone."
+    )

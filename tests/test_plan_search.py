@@ -1,0 +1,93 @@
+"""The planner against the compiler: needs as predicted, budgets kept, never slower than a named policy that fits."""
+
+import pytest
+from workloads import plans
+
+from remat_kit import get_policy, get_target
+from remat_kit._plan.front import front, knee, not_beaten
+from remat_kit._plan.make import plan, plan_with
+from remat_kit._plan.measured import NeedModel
+from remat_kit._plan.search import MOST_COMPILES, Planner
+from remat_kit._step import Workload
+
+GPU = get_target("h100-sxm-80gb")
+CPU = get_target("cpu")
+SHAPE = (("size", "tiny"), ("width", 256), ("seq", 512), ("batch", 4), ("layers", 3), ("dropout", 0.0))
+
+
+@pytest.fixture(scope="module")
+def small():
+    return Planner.of(plans.stack("full"), CPU)
+
+
+def test_at_most_five_compiles_and_the_budget_is_kept(small):
+    least = plan_with(small, 1)
+    assert not least.fits
+    fastest = plan_with(small, None)
+    assert fastest.fits
+    middle = (least.need_bytes + fastest.need_bytes) // 2
+    found = plan_with(small, middle)
+    for each in (least, fastest, found):
+        assert len(each.tried) <= MOST_COMPILES
+    assert found.fits
+    assert found.need_bytes <= middle
+    assert fastest.step_s <= found.step_s <= least.step_s
+    assert found.margin_bytes == middle - found.need_bytes
+
+
+def test_what_does_not_fit_says_what_holds_it(small):
+    found = plan_with(small, 1000)
+    assert found.margin_bytes is not None
+    assert found.margin_bytes < 0
+    assert any("held by" in reason for reason in found.reasons)
+    assert any("the floor" in reason for reason in found.reasons)
+
+
+def test_a_front_has_no_plan_that_another_beats(small):
+    found = front(small, 4)
+    assert not_beaten(found) == list(found)
+    assert knee(found) in found
+    assert [each.need_bytes for each in found] == sorted(each.need_bytes for each in found)
+
+
+def test_the_same_plan_twice_is_the_same_text(small):
+    again = Planner.of(plans.stack("full"), CPU)
+    assert plan_with(small, 5 * 2**20).dumps() == plan_with(again, 5 * 2**20).dumps()
+
+
+def test_a_named_policy_that_is_faster_is_never_passed_over(small):
+    for policy in small.policies():
+        small.named(policy)
+    budget = 64 * 2**20
+    fitting = [each for each in small.named_so_far() if each.fits(budget)]
+    assert fitting
+    assert plan_with(small, budget).step_s <= min(each.seconds for each in fitting) * (1 + 1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stack", ["scan", "unroll"])
+def test_needs_on_a_gpu_are_as_predicted(stack):
+    step = Workload("models.transformer:gpt", (*SHAPE, ("stack", stack))).build(get_policy("full"), "cuda")
+    planner = Planner.of(step, GPU)
+    first = planner.all_again()
+    assert first.compiled is not None
+    model = NeedModel(first.choice, first.compiled)
+    # From one compiled program to the others: nothing recomputed, and something in between.
+    for limit in (None, (planner.model_of(get_policy("none")).kept_bytes + first.choice.kept_bytes) // 3):
+        need = model.compiled.need_bytes + (limit or 1 << 40)
+        choice = planner.chosen(model, need)
+        assert choice is not None
+        found = planner.compile("plan", choice)
+        assert found.compiled is not None
+        assert found.compiled.need_bytes == pytest.approx(model.need_bytes(choice), rel=0.02)
+
+
+@pytest.mark.slow
+def test_a_plan_for_a_gpu_by_its_budget():
+    step = Workload("models.transformer:gpt", SHAPE).build(get_policy("full"), "cuda")
+    fastest = plan(step, GPU)
+    assert fastest.fits
+    assert fastest.best_policy is not None
+    assert fastest.best_policy.step_s is not None
+    assert fastest.step_s <= fastest.best_policy.step_s
+    assert {each.name for each in fastest.tried} > {"all again"}

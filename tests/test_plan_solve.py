@@ -1,0 +1,158 @@
+"""The solver against brute force: every choice of what to keep, every choice of a solution for each block."""
+
+import itertools
+import random
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from remat_kit import get_target
+from remat_kit._plan.block import Block
+from remat_kit._plan.choose import Choice, choose
+from remat_kit._plan.flat import Flat
+from remat_kit._plan.graph import build_graph
+from remat_kit._plan.solve import Limits, Solution, evaluate, frontier, optimum
+
+CHIP = get_target("h100-sxm-80gb").chip
+
+
+def mlp(x, w1, w2):
+    return x + jnp.tanh(jax.nn.softmax(x @ w1) @ w2)
+
+
+def attention(x, w1, w2):
+    scores = jnp.exp(x @ w1 @ x.T)
+    return jnp.sin(scores / scores.sum(axis=-1, keepdims=True) @ x) @ w2
+
+
+def branches(x, w1, w2):
+    a, b = jnp.sin(x @ w1), jnp.cos(x @ w1)
+    return (a * b) @ w2 + x
+
+
+def graph_of(function, repeats=1, seed=None):
+    """The graph of a small block; with a seed, costs and sizes are drawn anew, so that every decision matters."""
+    x, w1, w2 = jnp.ones((8, 16)), jnp.ones((16, 16)), jnp.ones((16, 16))
+    block = Block(Flat(jax.make_jaxpr(function)(x, w1, w2)), {}, "")
+    jax.make_jaxpr(jax.grad(lambda *args: jnp.sum(block(*args)[0]), (0, 1, 2)))(x, w1, w2)
+    graph = build_graph(list(block.seen.values())[-1], {1, 2}, CHIP, repeats)
+    if seed is not None:
+        dice = random.Random(seed)
+        for value in graph.values.values():
+            value.save_s = dice.choice([0.0, 1e-6, 5e-6])
+            value.bytes = dice.choice([64, 256, 1024]) if value.bytes else 0
+            value.resident = value.bytes if value.resident else 0
+        for step in graph.ops:
+            step.again_s = dice.choice([1e-7, 2e-6, 1e-5])
+    return graph
+
+
+def keepable(graph):
+    return [
+        number for number, value in graph.values.items() if not value.is_input and value.may_keep and not value.free
+    ]
+
+
+def every_solution(graph):
+    candidates = keepable(graph)
+    assert len(candidates) <= 15, "brute force would take too long"
+    for count in range(len(candidates) + 1):
+        for kept in itertools.combinations(candidates, count):
+            found = evaluate(graph, kept)
+            if found is not None:
+                yield found
+
+
+@pytest.mark.parametrize("repeats", [1, 4])
+@pytest.mark.parametrize("seed", [None, 1, 2, 3])
+@pytest.mark.parametrize("function", [mlp, attention, branches])
+def test_the_optimum_is_that_of_brute_force(function, seed, repeats):
+    graph = graph_of(function, repeats, seed)
+    everything = list(every_solution(graph))
+    sizes = sorted({each.bytes for each in everything})
+    for limit in (sizes[0], sizes[len(sizes) // 4], sizes[len(sizes) // 2], sizes[-1]):
+        best = min((each.seconds for each in everything if each.bytes <= limit), default=None)
+        found = optimum(graph, Limits(total_bytes=limit))
+        assert found is not None
+        assert best is not None
+        assert found.bytes <= limit
+        assert found.seconds == pytest.approx(best, rel=1e-6, abs=1e-10)
+
+
+def test_what_is_kept_can_be_limited_by_itself():
+    graph = graph_of(attention, seed=5)
+    everything = list(every_solution(graph))
+    limit = sorted({each.stack_bytes for each in everything})[3]
+    found = optimum(graph, Limits(kept_bytes=limit))
+    best = min(each.seconds for each in everything if each.stack_bytes <= limit)
+    assert found is not None
+    assert found.stack_bytes <= limit
+    assert found.seconds == pytest.approx(best, rel=1e-6, abs=1e-10)
+
+
+def test_nothing_is_within_a_limit_that_is_too_low():
+    graph = graph_of(mlp)
+    least = min(each.bytes for each in every_solution(graph))
+    assert optimum(graph, Limits(total_bytes=least - 1)) is None
+    assert optimum(graph, Limits(total_bytes=least)) is not None
+
+
+def test_what_must_not_run_again_is_kept_or_what_is_made_of_it():
+    graph = graph_of(attention)
+    product = next(step for step in graph.ops if graph.derivative.flat.ops[step.position].primitive == "exp")
+    product.may_run_again = False
+    assert evaluate(graph, ()) is None
+    found = optimum(graph)
+    assert found is not None
+    assert product.position not in found.again
+    everything = list(every_solution(graph))
+    assert everything
+    assert found.seconds == pytest.approx(min(each.seconds for each in everything), rel=1e-6, abs=1e-10)
+
+
+def test_the_frontier_goes_from_the_fewest_bytes_to_the_least_time():
+    graph = graph_of(attention, seed=7)
+    found = frontier(graph)
+    everything = list(every_solution(graph))
+    assert min(each.bytes for each in found) == min(each.bytes for each in everything)
+    assert min(each.seconds for each in found) == pytest.approx(min(each.seconds for each in everything), abs=1e-10)
+    for one, other in itertools.permutations(found, 2):
+        better = other.seconds <= one.seconds and other.stack_bytes <= one.stack_bytes
+        assert not (better and other.working_bytes <= one.working_bytes)
+
+
+def solution(seconds, stack, working):
+    return Solution(frozenset({stack}), frozenset(), frozenset(), seconds, stack, 0, working)
+
+
+FRONTIERS = {
+    "a": (solution(9.0, 1, 6), solution(5.0, 4, 5), solution(1.0, 9, 2)),
+    "b": (solution(7.0, 2, 9), solution(2.0, 6, 3)),
+}
+
+
+@pytest.mark.parametrize("kinds", [("a",), ("a", "b"), ("b", "a"), ("a", "b", "a"), ("b", "a", "b", "a")])
+@pytest.mark.parametrize("kept", [6, 12, 20, None])
+@pytest.mark.parametrize("backward", [14, 22, None])
+def test_the_choice_is_that_of_brute_force(kinds, kept, backward):
+    repeats = {"a": 1, "b": 3}
+    best = None
+    for solutions in itertools.product(*(FRONTIERS[kind] for kind in kinds)):
+        choice = Choice(kinds, solutions, tuple(repeats[kind] for kind in kinds))
+        within = (kept is None or choice.kept_bytes <= kept) and (backward is None or choice.backward_bytes <= backward)
+        if within and (best is None or choice.seconds < best.seconds):
+            best = choice
+    found = choose(kinds, repeats, FRONTIERS, kept, backward)
+    assert (found is None) == (best is None)
+    if found is not None and best is not None:
+        assert found.seconds == pytest.approx(best.seconds)
+
+
+def test_equal_blocks_may_get_different_decisions():
+    # Two copies of the fast solution are too much, two of the slow one waste room.
+    found = choose(("a",) * 3, {"a": 1}, {"a": FRONTIERS["a"]}, 18, None)
+    assert found is not None
+    assert len(set(found.solutions)) > 1
+    # What keeps most comes last: backward frees it first.
+    assert [each.stack_bytes for each in found.solutions] == sorted(each.stack_bytes for each in found.solutions)
