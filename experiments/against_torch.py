@@ -136,8 +136,8 @@ def apply(graph: Graph, flat: Flat, inputs: Sequence[Any], limit_bytes: int) -> 
     solution = optimum(graph, Limits(kept_bytes=limit_bytes))
     assert solution is not None, "keeping nothing is always possible"
     places = [graph.values[number].place for number in solution.kept]
-    kept = {place: SAVE for place in places if place is not None}
-    return both_ways(PlannedBlock(flat, kept, graph.derivative.flat.fingerprint()), inputs)
+    kept = dict.fromkeys(places, SAVE)
+    return both_ways(PlannedBlock(flat, kept, graph.derivative.fingerprint), inputs)
 
 
 def both_ways(function: Function, inputs: Sequence[Any]) -> Any:

@@ -50,9 +50,9 @@ def test_a_front_has_no_plan_that_another_beats(small):
     assert [each.need_bytes for each in found] == sorted(each.need_bytes for each in found)
 
 
-def test_the_same_plan_twice_is_the_same_text(small):
-    again = Planner.of(plans.stack("full"), CPU)
-    assert plan_with(small, 5 * 2**20).dumps() == plan_with(again, 5 * 2**20).dumps()
+def test_the_same_plan_twice_is_the_same_text():
+    one, other = (plan(plans.stack("full"), CPU, 5 * 2**20) for _ in range(2))
+    assert one.dumps() == other.dumps()
 
 
 def test_a_named_policy_that_is_faster_is_never_passed_over(small):

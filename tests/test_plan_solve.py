@@ -12,7 +12,7 @@ from remat_kit._plan.block import Block
 from remat_kit._plan.choose import Choice, choose
 from remat_kit._plan.flat import Flat
 from remat_kit._plan.graph import build_graph
-from remat_kit._plan.solve import Limits, Solution, evaluate, frontier, optimum
+from remat_kit._plan.solve import Limits, Solution, bare, evaluate, frontier, optimum
 
 CHIP = get_target("h100-sxm-80gb").chip
 
@@ -156,3 +156,35 @@ def test_equal_blocks_may_get_different_decisions():
     assert len(set(found.solutions)) > 1
     # What keeps most comes last: backward frees it first.
     assert [each.stack_bytes for each in found.solutions] == sorted(each.stack_bytes for each in found.solutions)
+
+
+def test_moving_to_the_host_is_that_of_brute_force(monkeypatch):
+    monkeypatch.setattr("remat_kit._plan.solve._LEAST_OFFLOADED", 1)
+    graph = graph_of(branches, repeats=3, seed=4)
+    graph.forward_s, graph.host_bytes_per_s = 2e-6, 5e8  # two of the larger values fit beside what is computed
+    candidates = [*keepable(graph), *(n for n, value in graph.values.items() if value.is_input and not value.free)]
+    everything = []
+    for where in itertools.product(("again", "device", "host"), repeat=len(candidates)):
+        kept = [number for number, place in zip(candidates, where, strict=True) if place == "device"]
+        moved = [number for number, place in zip(candidates, where, strict=True) if place == "host"]
+        found = evaluate(graph, kept, moved)
+        if found is not None:
+            everything.append(found)
+    for limit in sorted({each.bytes for each in everything})[:: max(1, len(everything) // 2000)][:6]:
+        best = min(each.seconds for each in everything if each.bytes <= limit)
+        found = optimum(graph, Limits(total_bytes=limit, offload=True))
+        assert found is not None
+        assert found.bytes <= limit
+        assert found.seconds == pytest.approx(best, rel=1e-6, abs=1e-10)
+    without = optimum(graph, Limits(total_bytes=limit))
+    assert without is None or without.seconds >= best - 1e-12
+
+
+def test_without_a_checkpoint_all_that_backward_takes_is_kept():
+    graph = graph_of(attention)
+    found = bare(graph)
+    assert found is not None
+    assert found.is_bare
+    assert not found.again
+    assert found.stack_bytes == sum(graph.values[number].bytes for number in graph.needed)
+    assert found in frontier(graph) or any(each.stack_bytes < found.stack_bytes for each in frontier(graph))

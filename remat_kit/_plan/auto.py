@@ -36,15 +36,17 @@ def auto_remat[F: Callable[..., Any]](
     """
     chosen = get_target(target) if isinstance(target, str) else target
     plans: dict[Any, Plan] = {}
+    applied: dict[Any, Callable[..., Any]] = {}  # one function a plan, by which JAX's own caches find it again
 
     @functools.wraps(function)
     def planned(*args: Any, **kwargs: Any) -> Any:
         leaves, structure = jax.tree.flatten((args, kwargs))
         key = structure, tuple(map(_kind, leaves))
-        if key not in plans:
+        if key not in applied:
             abstract = jax.tree.unflatten(structure, list(map(_abstract, leaves)))
             plans[key] = _in_a_thread(lambda: _plan_for(function, abstract, chosen, budget, argnums, where, options))
-        return plans[key].apply(function)(*args, **kwargs)
+            applied[key] = plans[key].apply(function)
+        return applied[key](*args, **kwargs)
 
     planned.plans = plans  # pyright: ignore[reportAttributeAccessIssue]
     return planned  # pyright: ignore[reportReturnType]

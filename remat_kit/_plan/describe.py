@@ -118,14 +118,14 @@ def reasons_for(
             found.append(f"No policy takes this program below {format_bytes(floor.bytes)}, the floor of its schedule.")
         return tuple(found)
     if policy is None or policy.compiled is None:
-        found.append("No named policy that was compiled fits.")
-    elif policy is not best:
+        found.append("No named policy fits, of those that were compiled.")
+    elif policy.compiled is not compiled:
         change = compiled.seconds / policy.compiled.seconds - 1
         more = compiled.recompute_flops - policy.compiled.recompute_flops
         does = f"{format_flops(abs(more))} {'more' if more > 0 else 'less'} of matrix products runs again"
         found.append(
             f"It is predicted to take {format_seconds(compiled.seconds)}, {change:+.1%} of {policy.name}'s "
-            f"{format_seconds(policy.compiled.seconds)}; {does}."
+            f"{format_seconds(policy.compiled.seconds)}, the fastest of the named policies that were compiled; {does}."
         )
     else:
         found.append(f"Nothing beats the named policy {policy.name} here.")

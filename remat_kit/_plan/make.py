@@ -9,6 +9,7 @@ from remat_kit._plan.describe import block_plans, reasons_for
 from remat_kit._plan.measured import NeedModel
 from remat_kit._plan.plan import Plan, Tried
 from remat_kit._plan.search import FACTORS, MOST_COMPILES, Candidate, Planner
+from remat_kit._policy import POLICIES
 from remat_kit._step import Step, Workload
 from remat_kit._target import Target
 
@@ -63,19 +64,22 @@ class _Search:
         self._policy(model)
         if not first.fits(self.limit):
             model = self._reach(model)
-        # Once for each opinion on what keeping costs; then corrected by what the compiler said, while that helps.
-        for factor in (*FACTORS, *FACTORS):
-            if self._left() <= self._is_behind():
-                break
-            choice = self.planner.chosen(model, self.limit, factor) or self._beyond(model, factor)
-            candidate = self._add(self.planner.compile(f"plan {factor:g}", choice, model.need_bytes(choice)))
+        # One opinion after the other on what keeping costs; what is over the budget is corrected by what XLA said.
+        opinions = list(FACTORS)
+        while opinions and self._left() > self._is_behind():
+            choice = self.planner.chosen(model, self.limit, opinions[0]) or self._beyond(model, opinions[0])
+            predicted = model.need_bytes(choice)
+            candidate = self.planner.compile(f"plan {opinions[0]:g}", choice, predicted)
+            if candidate in self.tried or candidate.fits(self.limit):
+                opinions.pop(0)
+            self._add(candidate)
             if candidate.compiled is not None:
                 model = NeedModel(candidate.choice, candidate.compiled)
         if self._is_behind() and self._left() and self.best_policy:
             # The same decisions as a plan of their own, which is what can be applied and written down.
             name = f"as {self.best_policy.name}"
             self._add(self.planner.compile(name, self.best_policy.choice, None))
-        return self._best()
+        return self._add(self._best())
 
     def _beyond(self, model: NeedModel, factor: float) -> Choice:
         """Where nothing fits by the model: a little more than its smallest need, which may be wrong by as much."""
@@ -101,13 +105,13 @@ class _Search:
     def _policy(self, model: NeedModel) -> None:
         """The fastest named policy that fits: of those that are compiled, and the one that the model ranks first."""
         ranked = sorted(self.planner.policies(), key=lambda policy: self.planner.model_of(policy).seconds)
-        fitting = (each for each in ranked if model.need_bytes(self.planner.model_of(each)) <= self.limit)
-        first = next(fitting, None)
-        if first is not None:
-            self.planner.named(first)
+        fitting = [each for each in ranked if model.need_bytes(self.planner.model_of(each)) <= self.limit]
+        self.planner.named(POLICIES["full"])  # compiled already
+        if first := next((each for each in fitting if each.name != "full"), None):
+            self._add(self.planner.named(first))
         known = [each for each in self.planner.named_so_far() if each.fits(self.limit)]
         self.best_policy = min(known, key=lambda each: each.seconds, default=None)
-        if self.best_policy is not None:
+        if self.best_policy is not None and self.best_policy.name != "full":
             self._add(self.best_policy)
 
     def _add(self, candidate: Candidate) -> Candidate:
@@ -116,12 +120,11 @@ class _Search:
         return candidate
 
     def _best(self) -> Candidate:
-        """Of decisions of our own; a named policy is what they are compared with."""
-        known = [each for each in self.tried if each.compiled is not None and not each.is_policy]
-        fitting = [each for each in known if each.fits(self.limit)]
+        """Of decisions of our own, those compiled for other budgets with them; a named policy is a comparison only."""
+        fitting = [each for each in self.planner.plans_so_far() if each.fits(self.limit)]
         if fitting:
             return min(fitting, key=lambda each: (each.seconds, each.need_bytes))
-        return min(known, key=lambda each: each.need_bytes)
+        return min(self.planner.plans_so_far(), key=lambda each: each.need_bytes)
 
 
 def _answer(planner: Planner, limit: int | None, best: Candidate, search: _Search, workload: Workload | None) -> Plan:
@@ -143,6 +146,7 @@ def _answer(planner: Planner, limit: int | None, best: Candidate, search: _Searc
         breakdown_s=dict(compiled.prediction.breakdown),
         recompute_flops=compiled.recompute_flops,
         blocks=block_plans(planner, best.choice),
+        outside_flops=planner.found.outside_flops,
         tried=tuple(_tried(each, budget) for each in search.tried),
         best_policy=_tried(policy, budget) if policy else None,
         reasons=reasons_for(best, policy, search.tried, limit),

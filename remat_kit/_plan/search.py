@@ -1,5 +1,6 @@
 """`Planner`: decisions under a budget, each candidate compiled, the model corrected by what the compiler says."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,12 +15,12 @@ from remat_kit._plan.measured import Compiled, NeedModel, read_compiled
 from remat_kit._plan.named import NamedBlock, applicable, solution_of
 from remat_kit._plan.solve import Solution, evaluate, frontier
 from remat_kit._plan.survey import Survey, survey, trace_with
-from remat_kit._policy import Policy
+from remat_kit._policy import POLICIES, Policy
 from remat_kit._step import Step
 from remat_kit._target import Target
 
 MOST_COMPILES = 5
-FACTORS = (1.0, 2.0)
+FACTORS = (1.0, 2.0, 4.0)
 """On what the model says that keeping a value costs: a second opinion, since how XLA fuses a write is not known."""
 
 
@@ -150,7 +151,10 @@ class Planner:
         return self._candidates[key]
 
     def named(self, policy: Policy) -> Candidate:
-        """A named policy on the blocks; compiled once."""
+        """A named policy on the blocks; compiled once. Policy `full` is every block computed again."""
+        if policy == POLICIES["full"] and policy not in self._candidates:
+            again = self.all_again()
+            self._candidates[policy] = dataclasses.replace(again, name=policy.name, is_policy=True)
         if policy not in self._candidates:
             solutions = {name: solution_of(policy, kind.graph) for name, kind in self.found.kinds.items()}
             blocks = {name: NamedBlock(kind.block.flat, policy) for name, kind in self.found.kinds.items()}
@@ -161,6 +165,10 @@ class Planner:
     def named_so_far(self) -> tuple[Candidate, ...]:
         """The named policies that have been compiled."""
         return tuple(each for each in self._candidates.values() if each.is_policy)
+
+    def plans_so_far(self) -> tuple[Candidate, ...]:
+        """The decisions that have been compiled."""
+        return tuple(each for each in self._candidates.values() if each.compiled and not each.is_policy)
 
     def policies(self) -> tuple[Policy, ...]:
         """The named policies that mean something for this step."""

@@ -56,20 +56,20 @@ def _block(block: BlockPlan) -> Iterable[str]:
     if not block.kept:
         yield "  keeps nothing, computes all again"
     else:
-        yield f"  keeps{'':43}{'bytes':>12}  {'saves (model)':>14}"
+        yield f"  keeps{'':53}{'bytes':>12}  {'saves (model)':>14}"
     for each in block.kept[:_MOST]:
         host = " to the host" if each.how == "offload" else ""
         what = f"{each.name}{host} {each.shape}{f' of {each.module}' if each.module else ''}"
-        yield f"    {what[:44]:44}{format_bytes(each.bytes):>12}  {format_seconds(each.again_s):>14}"
+        yield f"    {what[:55]:56}{format_bytes(each.bytes):>12}  {format_seconds(each.again_s):>14}"
     if len(block.kept) > _MOST:
         rest = block.kept[_MOST:]
         total, seconds = format_bytes(sum(each.bytes for each in rest)), sum(each.again_s for each in rest)
-        yield f"    {f'{len(rest)} smaller ones':44}{total:>12}  {format_seconds(seconds):>14}"
-    yield f"  computes again{'':34}{'FLOPs':>12}  {'takes (model)':>14}"
+        yield f"    {f'{len(rest)} smaller ones':56}{total:>12}  {format_seconds(seconds):>14}"
+    yield f"  computes again{'':44}{'FLOPs':>12}  {'takes (model)':>14}"
     for each in block.again:
         what = f"{each.name} {each.shape}{f' of {each.module}' if each.module else ''}"
         flops = format_flops(each.flops) if each.flops else ""
-        yield f"    {what[:44]:44}{flops:>12}  {format_seconds(each.seconds):>14}"
+        yield f"    {what[:55]:56}{flops:>12}  {format_seconds(each.seconds):>14}"
 
 
 def _tried(tried: Sequence[Tried]) -> Iterable[str]:
