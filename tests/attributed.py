@@ -10,7 +10,7 @@ import optax
 from captured import compiled
 
 from remat_kit import CompiledStep, Step
-from remat_kit._analyze import _categories_of_arguments
+from remat_kit._analyze import categories_of_arguments
 from remat_kit._hlo.anatomy import Anatomy, anatomy
 from remat_kit._hlo.attribution import Attribution
 from remat_kit._hlo.heap import replay
@@ -37,7 +37,7 @@ BATCH = (spec(B, IN), spec(B, dtype=jnp.int32))
 def look(step: CompiledStep, labelled: bool = True) -> Anatomy:
     """All buffers of a step, with or without what the step says of its arguments."""
     proto = parse(step.hlo_proto)
-    said = _categories_of_arguments(step.traced) if labelled else None
+    said = categories_of_arguments(step.traced) if labelled else None
     return anatomy(Module.from_proto(proto), proto, replay(proto), said)
 
 

@@ -1,4 +1,4 @@
-"""The planner against the compiler: needs as predicted, budgets kept, never slower than a named policy that fits."""
+"""The planner against the compiler: budgets are kept, and no named policy that fits is faster."""
 
 import pytest
 from workloads import plans
@@ -6,7 +6,6 @@ from workloads import plans
 from remat_kit import get_policy, get_target
 from remat_kit._plan.front import front, knee, not_beaten
 from remat_kit._plan.make import plan, plan_with
-from remat_kit._plan.measured import NeedModel
 from remat_kit._plan.search import MOST_COMPILES, Planner
 from remat_kit._step import Workload
 
@@ -62,24 +61,6 @@ def test_a_named_policy_that_is_faster_is_never_passed_over(small):
     fitting = [each for each in small.named_so_far() if each.fits(budget)]
     assert fitting
     assert plan_with(small, budget).step_s <= min(each.seconds for each in fitting) * (1 + 1e-9)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stack", ["scan", "unroll"])
-def test_needs_on_a_gpu_are_as_predicted(stack):
-    step = Workload("models.transformer:gpt", (*SHAPE, ("stack", stack))).build(get_policy("full"), "cuda")
-    planner = Planner.of(step, GPU)
-    first = planner.all_again()
-    assert first.compiled is not None
-    model = NeedModel(first.choice, first.compiled)
-    # From one compiled program to the others: nothing recomputed, and something in between.
-    for limit in (None, (planner.model_of(get_policy("none")).kept_bytes + first.choice.kept_bytes) // 3):
-        need = model.compiled.need_bytes + (limit or 1 << 40)
-        choice = planner.chosen(model, need)
-        assert choice is not None
-        found = planner.compile("plan", choice)
-        assert found.compiled is not None
-        assert found.compiled.need_bytes == pytest.approx(model.need_bytes(choice), rel=0.02)
 
 
 @pytest.mark.slow
