@@ -42,6 +42,17 @@ def test_what_does_not_fit_says_what_holds_it(small):
     assert any("the floor" in reason for reason in found.reasons)
 
 
+def test_random_bits_that_must_not_be_made_twice_are_kept():
+    planner = Planner.of(plans.masked("full"), CPU)
+    found = plan_with(planner, None)
+    assert found.fits
+    assert "full" not in {policy.name for policy in planner.policies()}
+    assert "full" not in {each.name for each in found.tried}
+    (block,) = found.blocks
+    assert not any(each.name.startswith("random") for each in block.again)
+    assert not block.checkpointed or any("[128,64]" in each.shape for each in block.kept)
+
+
 def test_a_front_has_no_plan_that_another_beats(small):
     found = front(small, 4)
     assert not_beaten(found) == list(found)

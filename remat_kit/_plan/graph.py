@@ -7,7 +7,7 @@ go into it and the one that comes out, not each step.
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,7 +167,7 @@ class _Builder:
         for position, op in enumerate(self.flat.ops):
             if position in self.derivative.linear or not any(number in values for number in op.outputs):
                 continue
-            step = self._step(position, op, values)
+            step = self._step(position, op)
             ops.append(step)
             steps.update((number, step) for number in op.outputs if number in values)
         needed = tuple(number for number in self.residuals if not values[number].free)
@@ -260,7 +260,7 @@ class _Builder:
     def _input_place(self, number: int) -> Place:
         return (-1, self.block_inputs.index(number) if number in self.block_inputs else -1)
 
-    def _step(self, position: int, op: Op, values: Mapping[int, Value]) -> Step:
+    def _step(self, position: int, op: Op) -> Step:
         inputs = tuple(each for each in op.inputs if isinstance(each, int))
         return Step(
             position,

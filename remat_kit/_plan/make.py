@@ -106,7 +106,8 @@ class _Search:
         """The fastest named policy that fits: of those that are compiled, and the one that the model ranks first."""
         ranked = sorted(self.planner.policies(), key=lambda policy: self.planner.model_of(policy).seconds)
         fitting = [each for each in ranked if model.need_bytes(self.planner.model_of(each)) <= self.limit]
-        self.planner.named(POLICIES["full"])  # compiled already
+        if POLICIES["full"] in ranked:
+            self.planner.named(POLICIES["full"])  # compiled already
         if first := next((each for each in fitting if each.name != "full"), None):
             self._add(self.planner.named(first))
         known = [each for each in self.planner.named_so_far() if each.fits(self.limit)]

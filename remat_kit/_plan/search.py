@@ -171,8 +171,9 @@ class Planner:
         return tuple(each for each in self._candidates.values() if each.compiled and not each.is_policy)
 
     def policies(self) -> tuple[Policy, ...]:
-        """The named policies that mean something for this step."""
-        return applicable([kind.graph for kind in self.found.kinds.values()])
+        """The named policies that mean something for this step, without those that make again what must not be."""
+        graphs = [kind.graph for kind in self.found.kinds.values()]
+        return tuple(each for each in applicable(graphs) if all(solution_of(each, graph) for graph in graphs))
 
     def model_of(self, policy: Policy) -> Choice:
         """What a named policy comes to in the model."""

@@ -37,6 +37,27 @@ def stack(policy: str | Policy, *, layers: int = 4, width: int = 64, rows: int =
     return Step(step, (weights, jax.ShapeDtypeStruct((rows, width), jnp.float32)), donate=(0,), labels={"params": 0})
 
 
+def masked(policy: str | Policy) -> Step:
+    """A stack with dropout from XLA's own random generator, whose bits must not be made twice."""
+    del policy
+
+    def layer(x: jax.Array, own: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        weight, number = own
+        key = jax.random.fold_in(jax.random.key(0, impl="rbg"), number)
+        return jnp.where(jax.random.bernoulli(key, 0.5, x.shape), jnp.sin(x @ weight), 0.0), None
+
+    def step(weights: jax.Array, x: jax.Array) -> jax.Array:
+        numbers = jnp.arange(weights.shape[0], dtype=jnp.uint32)
+
+        def loss(weights: jax.Array) -> jax.Array:
+            return jnp.mean(jax.lax.scan(layer, x, (weights, numbers))[0] ** 2)
+
+        return weights - jax.grad(loss)(weights)
+
+    weights = jax.ShapeDtypeStruct((4, 64, 64), jnp.float32)
+    return Step(step, (weights, jax.ShapeDtypeStruct((128, 64), jnp.float32)))
+
+
 def no_block(policy: str | Policy) -> Step:
     """A step with one dense layer."""
     del policy
