@@ -11,6 +11,7 @@ them. Exits with 1 when a plan is over its budget, slower than a named policy th
 """
 
 import argparse
+import dataclasses
 import json
 import math
 import os
@@ -42,7 +43,7 @@ LIMIT_S = 3 * 3600
 def run(name: str, target_name: str) -> list[dict[str, Any]]:
     """The rows of one workload on one target, in this process."""
     from remat_kit import Workload, get_policy, get_target
-    from remat_kit._plan.make import plan_with
+    from remat_kit._plan.make import REUSED, plan_with
     from remat_kit._plan.search import Planner
 
     spec, options = WORKLOADS[name]
@@ -78,10 +79,11 @@ def run(name: str, target_name: str) -> list[dict[str, Any]]:
                 "policy_need_bytes": best.need_bytes if best else None,
                 "policy_step_s": best.seconds if best else None,
                 "ratio": plan.step_s / best.seconds if best else None,
-                "compiles": len(plan.tried),
+                "compiles": sum(not each.name.endswith(REUSED) for each in plan.tried),
                 "new_compiles": planner.compiles - before,
                 "prediction_errors": said,
                 "holds": list(plan.reasons) if not plan.fits else [],
+                "tried": [dataclasses.asdict(each) for each in plan.tried],
                 "kept": [
                     f"{kept.how} {kept.name} {kept.shape}" for block in plan.blocks[:1] for kept in block.kept[:8]
                 ],

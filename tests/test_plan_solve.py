@@ -116,7 +116,9 @@ def test_the_frontier_goes_from_the_fewest_bytes_to_the_least_time():
     found = frontier(graph)
     everything = list(every_solution(graph))
     assert min(each.bytes for each in found) == min(each.bytes for each in everything)
-    assert min(each.seconds for each in found) == pytest.approx(min(each.seconds for each in everything), abs=1e-10)
+    assert min(each.seconds for each in found if not each.is_bare) == pytest.approx(
+        min(each.seconds for each in everything), abs=1e-10
+    )
     for one, other in itertools.permutations(found, 2):
         better = other.seconds <= one.seconds and other.stack_bytes <= one.stack_bytes
         assert not (better and other.working_bytes <= one.working_bytes)
@@ -186,5 +188,14 @@ def test_without_a_checkpoint_all_that_backward_takes_is_kept():
     assert found is not None
     assert found.is_bare
     assert not found.again
-    assert found.stack_bytes == sum(graph.values[number].bytes for number in graph.needed)
-    assert found in frontier(graph) or any(each.stack_bytes < found.stack_bytes for each in frontier(graph))
+    assert found.seconds == 0  # what other decisions are compared with
+    assert found.stack_bytes == graph.bare_bytes <= sum(graph.values[number].bytes for number in graph.needed)
+    assert found in frontier(graph)
+
+
+def test_in_a_scan_a_block_without_a_checkpoint_stacks_all_that_backward_takes():
+    graph = graph_of(attention, repeats=3)
+    found = bare(graph)
+    assert found is not None
+    assert found.stack_bytes == 3 * sum(graph.values[number].bytes for number in graph.needed)
+    assert found.seconds == pytest.approx(sum(graph.values[number].save_s for number in graph.needed))

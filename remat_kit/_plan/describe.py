@@ -6,7 +6,8 @@ from remat_kit._hlo.scope import module_path
 from remat_kit._plan.block import Block
 from remat_kit._plan.choose import Choice
 from remat_kit._plan.flat import Op
-from remat_kit._plan.graph import ELEMENTWISE, SPREADS, VIEWS, Graph
+from remat_kit._plan.fusion import ELEMENTWISE, SPREADS, VIEWS
+from remat_kit._plan.graph import Graph
 from remat_kit._plan.plan import Again, BlockPlan, Kept, outline_of
 from remat_kit._plan.search import Candidate, Planner, block_under
 from remat_kit._plan.solve import Solution, evaluate

@@ -1,9 +1,6 @@
 """What a plan decides about one block: values, what it costs to keep each, and what it costs to compute each again.
 
-A model, from the block's derivative (`apply.Derivative`) and the rates of a chip. A value is *materialized* when it is
-an array in memory and not only a register of a kernel: results of matrix products, reductions and library kernels, and
-what those read. Everything else is fused into what reads it, so a chain of elementwise operations costs the arrays that
-go into it and the one that comes out, not each step.
+From the block's derivative (`block.Derivative`), what XLA fuses of it (`fusion.Fusion`) and the rates of a chip.
 """
 
 import math
@@ -15,25 +12,10 @@ import jax.numpy as jnp
 
 from remat_kit._plan.block import Derivative
 from remat_kit._plan.flat import Op, Place
+from remat_kit._plan.fusion import RANDOM, SPREADS, VIEWS, Fusion, is_fused
 from remat_kit._plan.sizes import bytes_of, flops_of_op
 from remat_kit._target import Chip
 
-VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "sharding_constraint", "copy", "optimization_barrier",
-                   "stop_gradient", "reduce_precision"})  # fmt: skip
-"""Their result is their operand: never worth a decision of its own."""
-SPREADS = frozenset({"broadcast_in_dim", "iota"})
-"""Their result is made of less than itself."""
-ELEMENTWISE = frozenset({
-    "abs", "add", "add_any", "and", "atan2", "cbrt", "ceil", "clamp", "convert_element_type", "cos", "cosh", "div",
-    "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "imag", "integer_pow", "is_finite",
-    "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not",
-    "one_minus_square", "or", "pow", "real", "rem", "round", "rsqrt", "select_n", "shift_left",
-    "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "sub", "tan", "tanh",
-    "xor", "bitcast_convert_type", "transpose", "slice", "pad", "concatenate", "rev", "dynamic_slice",
-    "population_count", "clz", "to_edtype", "random_unwrap", "random_wrap", "threefry2x32", "random_bits",
-    "random_fold_in", "random_split", "random_seed",
-})  # fmt: skip
-_RANDOM = frozenset({"threefry2x32", "random_bits"})
 _RANDOM_FLOPS = 120
 """Vector operations of an element of Threefry-2x32: 20 rounds of 5 operations, and 5 additions of keys. With JAX's
 partitionable generator each element has a pair of words of its own."""
@@ -42,7 +24,6 @@ _COLLECTIVES = frozenset(
 )
 _NOT_AGAIN = frozenset({"rng_bit_generator", "rng_uniform"})
 """XLA may give other bits when it compiles them in another place."""
-_FRONTIER = 16
 _PEAKS = {"bfloat16": "bf16", "float16": "f16", "float64": "f64", "int8": "s8", "uint8": "s8"}
 
 
@@ -111,6 +92,7 @@ class Graph:
       ops: all operations that may run again.
       forward_s: seconds of the block's forward, beside which copies to the host run; its backward takes about twice.
       host_bytes_per_s: of those copies, in one direction.
+      bare_bytes: what one run of the block keeps when it is not checkpointed and XLA fuses as it likes.
     """
 
     derivative: Derivative
@@ -122,6 +104,7 @@ class Graph:
     ops: tuple[Step, ...]
     forward_s: float
     host_bytes_per_s: float
+    bare_bytes: int
 
 
 def build_graph(derivative: Derivative, free: Collection[int], chip: Chip, repeats: int = 1) -> Graph:
@@ -138,22 +121,13 @@ class _Builder:
         self.bandwidth = chip.memory_bytes_per_s * chip.efficiency["memory"]
         self.block_inputs = self.flat.inputs[: len(derivative.active)]
         self.free = {self.block_inputs[position] for position in free}
-        self.maker = {
-            number: (position, index)
-            for position, op in enumerate(self.flat.ops)
-            if position not in derivative.linear
-            for index, number in enumerate(op.outputs)
-        }
         self.residuals = derivative.residuals
-        self.base = self._bases()
-        self.readers = self._readers()
-        self.frontiers: dict[int, dict[int, int]] = {}
-        for number in self.maker:
-            self._frontier(number)
+        self.fusion = Fusion(derivative)
+        self.exposed = self._exposed()
         # What is fused into backward's kernels is read there as the arrays that it is made of.
         self.reads = {number: list(readers) for number, readers in self.residuals.items()}
         for number, readers in self.residuals.items():
-            for array in self._frontier(number):
+            for array in self.fusion.frontier(number):
                 if array != number and array not in self.free:
                     self.reads.setdefault(array, []).extend(readers)
 
@@ -172,35 +146,29 @@ class _Builder:
             steps.update((number, step) for number in op.outputs if number in values)
         needed = tuple(number for number in self.residuals if not values[number].free)
         linear = self.derivative.linear
-        forward_s = sum(self._seconds(op) for position, op in enumerate(self.flat.ops) if position not in linear)
-        host = self.chip.host_bytes_per_s * self.chip.efficiency["host"]
-        return Graph(
-            self.derivative, values, steps, needed, self._gradients(), self.repeats, tuple(ops), forward_s, host
+        forward_s = sum(
+            self._seconds(position, op) for position, op in enumerate(self.flat.ops) if position not in linear
         )
-
-    def _bases(self) -> dict[int, int]:
-        """The value that each one is another view of."""
-        base: dict[int, int] = {}
-        for op in self.flat.ops:
-            if op.primitive in VIEWS and len(op.outputs) == 1 and isinstance(op.inputs[0], int):
-                base[op.outputs[0]] = base.get(op.inputs[0], op.inputs[0])
-        return base
-
-    def _readers(self) -> dict[int, list[int]]:
-        """The operations, views aside, that read each value or a view of it."""
-        readers: dict[int, list[int]] = {}
-        for position, op in enumerate(self.flat.ops):
-            if op.primitive in VIEWS:
-                continue
-            for number in {self.base.get(each, each) for each in op.inputs if isinstance(each, int)}:
-                readers.setdefault(number, []).append(position)
-        return readers
+        host = self.chip.host_bytes_per_s * self.chip.efficiency["host"]
+        arrays = [number for number in self.fusion.read_by_backward() if number in values and not values[number].free]
+        return Graph(
+            derivative=self.derivative,
+            values=values,
+            steps=steps,
+            needed=needed,
+            gradients=self._gradients(),
+            repeats=self.repeats,
+            ops=tuple(ops),
+            forward_s=forward_s,
+            host_bytes_per_s=host,
+            bare_bytes=sum(values[number].bytes for number in arrays),
+        )
 
     def _ancestors(self) -> set[int]:
         """What the values that backward takes are computed from."""
         found, waiting = set(self.residuals), list(self.residuals)
         while waiting:
-            place = self.maker.get(waiting.pop())
+            place = self.fusion.maker.get(waiting.pop())
             if place is None:
                 continue
             for number in self.flat.ops[place[0]].inputs:
@@ -209,31 +177,8 @@ class _Builder:
                     waiting.append(number)
         return found
 
-    def is_materialized(self, number: int) -> bool:
-        """Whether a value is an array in memory while the block runs."""
-        number = self.base.get(number, number)
-        place = self.maker.get(number)
-        if place is None:
-            return True
-        op = self.flat.ops[place[0]]
-        if not is_fused(op):
-            return True
-        return any(not is_fused(self.flat.ops[reader]) and not _is_reduction(self.flat.ops[reader])
-                   for reader in self.readers.get(number, ()))  # fmt: skip
-
-    def _frontier(self, number: int) -> dict[int, int]:
-        """The arrays, with their bytes, that fused operations make a value of. Asked in the order of the program."""
-        number = self.base.get(number, number)
-        if number not in self.frontiers:
-            place = self.maker.get(number)
-            if place is None or self.is_materialized(number):
-                self.frontiers[number] = {number: bytes_of(self.flat.avals[number])}
-            else:
-                self.frontiers[number] = self._read(self.flat.ops[place[0]])
-        return self.frontiers[number]
-
     def _value(self, number: int) -> Value:
-        place = self.maker.get(number)
+        place = self.fusion.maker.get(number)
         size = bytes_of(self.flat.avals[number])
         value = Value(number, place or self._input_place(number), size)
         value.until, value.since = self._until(number), max(self.residuals.get(number, []), default=-1)
@@ -242,8 +187,8 @@ class _Builder:
             return value
         op = self.flat.ops[place[0]]
         value.may_keep = size > 0 and op.primitive not in VIEWS and op.primitive not in SPREADS
-        materialized = self.is_materialized(number)
-        value.resident = size if materialized and number not in self.base else 0
+        materialized = self.fusion.is_materialized(number)
+        value.resident = size if materialized and number not in self.fusion.base else 0
         moved = 0 if materialized else 2 * size
         if self.repeats > 1:
             # The stack is cleared, written and read; what a library kernel reads is copied out of it before.
@@ -254,7 +199,7 @@ class _Builder:
 
     def _until(self, number: int) -> int:
         """The earliest linear operation that reads a value or a view of it; -1 when none does."""
-        views = [each for each, base in self.base.items() if base == number]
+        views = [each for each, base in self.fusion.base.items() if base == number]
         return min((at for each in (number, *views) for at in self.reads.get(each, ())), default=-1)
 
     def _input_place(self, number: int) -> Place:
@@ -266,27 +211,25 @@ class _Builder:
             position,
             inputs,
             tuple(op.outputs),
-            self._seconds(op),
+            self._seconds(position, op),
             flops_of_op(op),
             not op.eqn.effects and op.primitive not in _NOT_AGAIN and not _is_unstable(op, self.flat.avals),
         )
 
-    def _seconds(self, op: Op) -> float:
+    def _seconds(self, position: int, op: Op) -> float:
         """Seconds of running an operation again."""
         if op.primitive in VIEWS or op.primitive in SPREADS:
             return 0.0
-        out = sum(bytes_of(self.flat.avals[number]) for number in op.outputs)
-        elements = max((math.prod(getattr(self.flat.avals[number], "shape", ())) for number in op.outputs), default=0)
-        work = elements * (_RANDOM_FLOPS if op.primitive in _RANDOM else 1) / self.chip.vector_flops_per_s
+        work = self._work(op)
         if self._is_epilogue(op):
             return 0.0
         if is_fused(op):
-            if not any(self.is_materialized(number) for number in op.outputs):
+            if not any(self.fusion.is_materialized(number) for number in op.outputs):
                 read = self._read_by_backward(op)
-                return work + read / self.bandwidth
-            moved = sum(self._read(op).values()) + out
+                return work * self.exposed.get(position, 1.0) + read / self.bandwidth
+            moved = self.fusion.moved_bytes(op)
             return max(work, moved / self.bandwidth) + self.chip.launch_s
-        moved = sum(self._read(op).values()) + out
+        moved = self.fusion.moved_bytes(op)
         if op.primitive in _COLLECTIVES:
             rate = self.chip.link_bytes_per_s * self.chip.efficiency["link"] or self.chip.host_bytes_per_s
             return moved / rate + self.chip.launch_s
@@ -294,31 +237,50 @@ class _Builder:
         matrix = flops / self._rate(op) if flops else 0.0
         return max(matrix, work, moved / self.bandwidth) + self.chip.launch_s
 
+    def _work(self, op: Op) -> float:
+        """Seconds that an operation takes outside the matrix units."""
+        elements = max((math.prod(getattr(self.flat.avals[number], "shape", ())) for number in op.outputs), default=0)
+        return elements * (_RANDOM_FLOPS if op.primitive in RANDOM else 1) / self.chip.vector_flops_per_s
+
+    def _exposed(self) -> dict[int, float]:
+        """Of each fused operation, by position, the share of its work that its kernel's memory traffic does not hide.
+
+        A kernel takes the longer of the two, so random bits, for one, cost nothing where they are fused into a kernel
+        that reads and writes an array of their size.
+        """
+        ops, linear = self.flat.ops, self.derivative.linear
+        kernels = self.fusion.kernels()
+        work: dict[int, float] = {}
+        for position, kernel in kernels.items():
+            if position not in linear:
+                work[kernel] = work.get(kernel, 0.0) + self._work(ops[position])
+        found: dict[int, float] = {}
+        for position, kernel in kernels.items():
+            if kernel != position and work.get(kernel):
+                hidden = self.fusion.moved_bytes(ops[kernel]) / self.bandwidth
+                found[position] = max(0.0, work[kernel] - hidden) / work[kernel]
+        return found
+
     def _is_epilogue(self, op: Op) -> bool:
         """Whether it adds a bias to a matrix product, which the product's own kernel does."""
         if op.primitive != "add":
             return False
-        operands = [self.base.get(each, each) for each in op.inputs if isinstance(each, int)]
-        makers = [self.flat.ops[self.maker[each][0]].primitive for each in operands if each in self.maker]
+        operands = [self.fusion.base.get(each, each) for each in op.inputs if isinstance(each, int)]
+        makers = [self.flat.ops[self.fusion.maker[each][0]].primitive for each in operands if each in self.fusion.maker]
         products = [
             each
             for each in operands
-            if each in self.maker and self.flat.ops[self.maker[each][0]].primitive == "dot_general"
+            if each in self.fusion.maker and self.flat.ops[self.fusion.maker[each][0]].primitive == "dot_general"
         ]
-        return len(products) == 1 and "broadcast_in_dim" in makers and len(self.readers.get(products[0], ())) == 1
-
-    def _read(self, op: Op) -> dict[int, int]:
-        merged: dict[int, int] = {}
-        for each in op.inputs:
-            if isinstance(each, int) and len(merged) < _FRONTIER:
-                merged |= self._frontier(each)
-        return merged
+        return (
+            len(products) == 1 and "broadcast_in_dim" in makers and len(self.fusion.readers.get(products[0], ())) == 1
+        )
 
     def _read_by_backward(self, op: Op) -> int:
         """Bytes that the kernels of backward read in the place of a fused value that they take."""
         if not any(number in self.residuals for number in op.outputs):
             return 0
-        return sum(size for number, size in self._read(op).items() if number not in self.free)
+        return sum(size for number, size in self.fusion.read(op).items() if number not in self.free)
 
     def _rate(self, op: Op) -> float:
         dtypes = [str(self.flat.avals[each].dtype) for each in op.inputs if isinstance(each, int)]
@@ -345,20 +307,13 @@ class _Builder:
         arrays = [
             (born, last.get(number, len(ops)), bytes_of(self.flat.avals[number]))
             for number, born in made.items()
-            if number not in self.base
-            and (not is_fused(ops[born]) or any(not is_fused(ops[each]) for each in self.readers.get(number, ())))
+            if number not in self.fusion.base
+            and (
+                not is_fused(ops[born]) or any(not is_fused(ops[each]) for each in self.fusion.readers.get(number, ()))
+            )
         ]
         heavy = [position for position in sorted(linear) if not is_fused(ops[position])]
         return tuple((at, sum(size for born, dies, size in arrays if born <= at <= dies)) for at in heavy)
-
-
-def is_fused(op: Op) -> bool:
-    """Whether XLA fuses an operation into what reads it."""
-    return op.primitive in ELEMENTWISE or op.primitive in VIEWS or op.primitive in SPREADS
-
-
-def _is_reduction(op: Op) -> bool:
-    return op.primitive.startswith(("reduce_", "arg", "cum"))
 
 
 def _is_unstable(op: Op, avals: Sequence[Any]) -> bool:

@@ -225,10 +225,11 @@ def lay_out(jaxpr: Any, sites: Sequence[Site]) -> Layout:
     for instance in layout.instances():
         groups.setdefault(instance.flat.fingerprint(with_numbers=False), []).append(instance)
     for group in groups.values():
-        if len(group) > 1 and all(instance.site.stretch for instance in group):
+        lifted = len(group) > 1 and all(instance.site.stretch for instance in group)
+        if lifted:
             _lift_numbers(group)
-        for instance in group:
-            instance.kind = instance.flat.fingerprint()
+        for instance in group:  # with their numbers lifted they are equal
+            instance.kind = group[0].kind if lifted and group[0].kind else instance.flat.fingerprint()
     return layout
 
 

@@ -1,5 +1,7 @@
 """`plan`: the fastest decisions for a step under a budget in bytes, confirmed by the compiler."""
 
+import dataclasses
+
 from remat_kit import _fingerprint
 from remat_kit._compile import CompileOptions
 from remat_kit._errors import PlanError
@@ -13,6 +15,8 @@ from remat_kit._policy import POLICIES
 from remat_kit._step import Step, Workload
 from remat_kit._target import Target
 
+REUSED = ", of another budget"
+"""At the end of the name of an answer that was compiled for another budget, with no compile of its own."""
 _MODEL_ERROR = 0.05
 """Of a need, by which the model may be wrong before the compiler has corrected it."""
 
@@ -79,7 +83,7 @@ class _Search:
             # The same decisions as a plan of their own, which is what can be applied and written down.
             name = f"as {self.best_policy.name}"
             self._add(self.planner.compile(name, self.best_policy.choice, None))
-        return self._add(self._best())
+        return self._answer()
 
     def _beyond(self, model: NeedModel, factor: float) -> Choice:
         """Where nothing fits by the model: a little more than its smallest need, which may be wrong by as much."""
@@ -119,6 +123,12 @@ class _Search:
         if candidate not in self.tried:
             self.tried.append(candidate)
         return candidate
+
+    def _answer(self) -> Candidate:
+        best = self._best()
+        if best not in self.tried:
+            self.tried.append(dataclasses.replace(best, name=f"{best.name}{REUSED}"))
+        return best
 
     def _best(self) -> Candidate:
         """Of decisions of our own, those compiled for other budgets with them; a named policy is a comparison only."""

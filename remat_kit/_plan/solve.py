@@ -86,9 +86,16 @@ def evaluate(graph: Graph, kept: Collection[int], offloaded: Collection[int] = (
 
 
 def bare(graph: Graph) -> Solution | None:
-    """The block without a checkpoint: all that backward takes is kept, and nothing stands in the way of fusions."""
+    """The block without a checkpoint: autodiff keeps what backward takes, and nothing stands in the way of fusions.
+
+    Out of a scan that is what other decisions are compared with, so it costs no time; in one, each residual is stacked.
+    """
     found = evaluate(graph, graph.needed)
-    return dataclasses.replace(found, is_bare=True) if found is not None else None
+    if found is None:
+        return None
+    if graph.repeats > 1:
+        return dataclasses.replace(found, is_bare=True)
+    return dataclasses.replace(found, is_bare=True, seconds=0.0, stack_bytes=graph.bare_bytes)
 
 
 def _exposed_s(graph: Graph, offloaded: Collection[int]) -> float:
