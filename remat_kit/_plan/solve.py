@@ -13,7 +13,9 @@ from remat_kit._plan.milp import Rows, minimize
 _TINY = 1e-12
 """Seconds that each decision costs beside its own: of equal answers the one that does least."""
 _MOMENTS = 6
-"""Moments of a block's backward that the integer program looks at. What comes of its answer is counted at all."""
+_COLUMNS = 3000
+"""Moments of a block's backward that the integer program looks at: so many, or fewer (but two) where each operation's
+column for each moment would be more than so many columns. What comes of its answer is counted at all moments."""
 _LEAST_OFFLOADED = 1 << 20
 """Bytes from which a value may be moved to the host; a copy of less is all start-up."""
 
@@ -304,6 +306,7 @@ def _moments(graph: Graph) -> Sequence[tuple[int, int]]:
     """The moments of backward that the integer program looks at: those that can be the fullest."""
     everything = {step.position for step in graph.ops}
     born = _births(graph, everything)
+    count = min(_MOMENTS, max(2, _COLUMNS // max(1, len(everything))))
 
     def most(place: tuple[int, int]) -> int:
         at, gradients = place
@@ -312,7 +315,7 @@ def _moments(graph: Graph) -> Sequence[tuple[int, int]]:
         )
         return gradients + sum(alive)
 
-    return sorted(sorted(_positions(graph), key=most, reverse=True)[:_MOMENTS])
+    return sorted(sorted(_positions(graph), key=most, reverse=True)[:count])
 
 
 def frontier(
