@@ -8,7 +8,6 @@ from remat_kit._errors import PlanError
 from remat_kit._plan.budget import parse_budget
 from remat_kit._plan.choose import Choice
 from remat_kit._plan.describe import block_plans, reasons_for
-from remat_kit._plan.measured import NeedModel
 from remat_kit._plan.plan import Plan, Tried
 from remat_kit._plan.search import FACTORS, MOST_COMPILES, Candidate, Planner
 from remat_kit._policy import POLICIES
@@ -19,6 +18,8 @@ REUSED = ", of another budget"
 """At the end of the name of an answer that was compiled for another budget, with no compile of its own."""
 _MODEL_ERROR = 0.05
 """Of a need, by which the model may be wrong before the compiler has corrected it."""
+_MOST_MARGIN = 0.005
+"""Of a budget, left free at most after a program was over it: the packing of buffers is not foreseen to the byte."""
 
 
 def plan(
@@ -58,38 +59,58 @@ class _Search:
         self.limit = float("inf") if limit is None else float(limit)
         self.tried: list[Candidate] = []
         self.best_policy: Candidate | None = None
+        self.margin = 0.0
 
     def run(self) -> Candidate:
         """The fastest candidate that fits, else the one of the smallest need."""
         first = self._add(self.planner.all_again())
         if first.compiled is None:
             raise PlanError(f"the compiler refuses the step with every block computed again: {first.error}")
-        model = NeedModel(first.choice, first.compiled)
-        self._policy(model)
+        self._policy()
         if not first.fits(self.limit):
-            model = self._reach(model)
-        # One opinion after the other on what keeping costs; what is over the budget is corrected by what XLA said.
-        opinions = list(FACTORS)
-        while opinions and self._left() > self._is_behind():
-            choice = self.planner.chosen(model, self.limit, opinions[0]) or self._beyond(model, opinions[0])
-            predicted = model.need_bytes(choice)
-            candidate = self.planner.compile(f"plan {opinions[0]:g}", choice, predicted)
-            if candidate in self.tried or candidate.fits(self.limit):
-                opinions.pop(0)
-            self._add(candidate)
-            if candidate.compiled is not None:
-                model = NeedModel(candidate.choice, candidate.compiled)
+            self._reach()
+        self._listen()
         if self._is_behind() and self._left() and self.best_policy:
             # The same decisions as a plan of their own, which is what can be applied and written down.
             name = f"as {self.best_policy.name}"
             self._add(self.planner.compile(name, self.best_policy.choice, None))
         return self._answer()
 
-    def _beyond(self, model: NeedModel, factor: float) -> Choice:
-        """Where nothing fits by the model: a little more than its smallest need, which may be wrong by as much."""
-        least = self.planner.least(model)
-        more = model.need_bytes(least) * (1 + _MODEL_ERROR)
-        return self.planner.chosen(model, more, factor) or least
+    def _listen(self) -> None:
+        """One opinion after the other on what keeping costs, each until XLA says that it fits.
+
+        Then the best once more, with what was learned of the need. Ends when no opinion asks for anything new.
+        """
+        settled: dict[float, float] = {}
+        while self._left() > self._is_behind():
+            waiting = [factor for factor in FACTORS if factor not in settled]
+            for factor in [*waiting, *sorted(settled, key=lambda each: settled[each])]:
+                choice = self._chosen(factor)
+                known = self.planner.alike(choice, self.limit)
+                if known is None:
+                    break
+                settled.setdefault(factor, known.seconds if known.fits(self.limit) else float("inf"))
+            else:
+                return
+            candidate = self._add(
+                self.planner.compile(f"plan {factor:g}", choice, self.planner.needs().need_bytes(choice))
+            )
+            if candidate.fits(self.limit):
+                settled[factor] = min(candidate.seconds, settled.get(factor, float("inf")))
+            elif candidate.need_bytes < float("inf") and candidate.predicted_need_bytes is not None:
+                wrong = candidate.need_bytes - candidate.predicted_need_bytes
+                self.margin = min(max(0.0, wrong), _MOST_MARGIN * self.limit)
+
+    def _chosen(self, factor: float) -> Choice:
+        """The best decisions of one opinion; where nothing fits, those that need a little more than the least.
+
+        After a program was over the budget, with a margin of as much as its need was underestimated.
+        """
+        needs = self.planner.needs()
+        if found := self.planner.chosen(needs, self.limit - self.margin, factor):
+            return found
+        least = self.planner.least(needs)
+        return self.planner.chosen(needs, needs.need_bytes(least) * (1 + _MODEL_ERROR), factor) or least
 
     def _is_behind(self) -> bool:
         """Whether a named policy that fits is faster than all decisions of our own so far."""
@@ -100,16 +121,17 @@ class _Search:
     def _left(self) -> int:
         return MOST_COMPILES - len(self.tried)
 
-    def _reach(self, model: NeedModel) -> NeedModel:
+    def _reach(self) -> None:
         """The smallest need of the model, compiled, where computing all again is too much."""
-        least = self.planner.least(model)
-        candidate = self._add(self.planner.compile("smallest need", least, model.need_bytes(least)))
-        return NeedModel(candidate.choice, candidate.compiled) if candidate.compiled is not None else model
+        needs = self.planner.needs()
+        least = self.planner.least(needs)
+        self._add(self.planner.compile("smallest need", least, needs.need_bytes(least)))
 
-    def _policy(self, model: NeedModel) -> None:
+    def _policy(self) -> None:
         """The fastest named policy that fits: of those that are compiled, and the one that the model ranks first."""
+        needs = self.planner.needs()
         ranked = sorted(self.planner.policies(), key=lambda policy: self.planner.model_of(policy).seconds)
-        fitting = [each for each in ranked if model.need_bytes(self.planner.model_of(each)) <= self.limit]
+        fitting = [each for each in ranked if needs.need_bytes(self.planner.model_of(each)) <= self.limit]
         if POLICIES["full"] in ranked:
             self.planner.named(POLICIES["full"])  # compiled already
         if first := next((each for each in fitting if each.name != "full"), None):

@@ -111,3 +111,37 @@ class NeedModel:
             room - found.other_bytes + self.seen.kept_bytes,
             room - found.blocks_bytes + self.seen.backward_bytes,
         )
+
+    def distance(self, choice: Choice) -> float:
+        """Bytes in which decisions differ from those that the compiler has seen."""
+        kept = abs(choice.kept_bytes - self.seen.kept_bytes)
+        return kept + abs(choice.backward_bytes - self.seen.backward_bytes)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The need of a step under any decisions, from several programs that the compiler has seen.
+
+    Each predicts from itself (`NeedModel`), and the nearer it is, the more its word counts: by the inverse square of
+    its distance (Shepard's interpolation). So a compiled program is predicted exactly, and one between two in between.
+
+    Attributes:
+      models: of the compiled programs, at least one.
+    """
+
+    models: tuple[NeedModel, ...]
+
+    def need_bytes(self, choice: Choice) -> int:
+        """The predicted need."""
+        total = weights = 0.0
+        for model in self.models:
+            distance = model.distance(choice)
+            if not distance:
+                return model.need_bytes(choice)
+            total += model.need_bytes(choice) / distance**2
+            weights += 1 / distance**2
+        return round(total / weights)
+
+    def at(self, need: float) -> NeedModel:
+        """The model from the program whose compiled need is the nearest."""
+        return min(self.models, key=lambda model: abs(model.compiled.need_bytes - need))

@@ -11,7 +11,7 @@ from remat_kit._plan.block import OFFLOAD, SAVE, BareBlock, Block
 from remat_kit._plan.choose import Choice, choose
 from remat_kit._plan.graph import Graph
 from remat_kit._plan.layout import Instance, Site
-from remat_kit._plan.measured import Compiled, NeedModel, read_compiled
+from remat_kit._plan.measured import Compiled, NeedModel, Needs, read_compiled
 from remat_kit._plan.named import NamedBlock, applicable, solution_of
 from remat_kit._plan.solve import Solution, evaluate, frontier
 from remat_kit._plan.survey import Survey, survey, trace_with
@@ -22,6 +22,12 @@ from remat_kit._target import Target
 MOST_COMPILES = 5
 FACTORS = (1.0, 2.0, 4.0)
 """On what the model says that keeping a value costs: a second opinion, since how XLA fuses a write is not known."""
+
+_ROUNDS = 5
+_CLOSE = 0.002
+"""Of a budget: decisions that are predicted to leave no more room than that are not refined."""
+_FIGURES = ("kept_bytes", "backward_bytes", "seconds")
+_ALIKE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -122,24 +128,54 @@ class Planner:
         repeats = self.repeats
         return Choice(self.kinds, tuple(solutions[kind] for kind in self.kinds), tuple(repeats[k] for k in self.kinds))
 
-    def chosen(self, model: NeedModel, budget: float, factor: float = 1.0) -> Choice | None:
-        """The decisions that take the least time and need no more than `budget` by the model."""
-        kept, backward = model.limits(budget) if budget < float("inf") else (None, None)
-        return choose(self.kinds, self.repeats, self.frontiers(factor), kept, backward)
+    def chosen(self, needs: Needs, budget: float, factor: float = 1.0) -> Choice | None:
+        """The decisions that take the least time within `budget`, by what the compiler has said so far."""
+        frontiers = self.frontiers(factor)
+        if budget == float("inf"):
+            return choose(self.kinds, self.repeats, frontiers, None, None)
+        model, limit = needs.at(budget), budget
+        best: Choice | None = None
+        for _ in range(_ROUNDS):  # the limit of the nearest program's model at which all of them come to the budget
+            found = choose(self.kinds, self.repeats, frontiers, *model.limits(limit))
+            if found is None:
+                break
+            over = needs.need_bytes(found) - budget
+            if over <= 0 and (best is None or found.seconds < best.seconds):
+                best = found
+            if -_CLOSE * budget < over <= 0:
+                break
+            limit -= over
+        return best
 
-    def least(self, model: NeedModel) -> Choice:
-        """The decisions that need the fewest bytes by the model."""
+    def least(self, needs: Needs) -> Choice:
+        """The decisions that need the fewest bytes by what the compiler has said so far."""
         least = self._choice({name: min(own, key=lambda each: each.bytes) for name, own in self.frontiers().items()})
-        low, high = 0.0, float(model.need_bytes(least))
+        low, high = 0.0, float(needs.need_bytes(least))
         best = least
         for _ in range(12):
             middle = (low + high) / 2
-            found = self.chosen(model, middle)
+            found = self.chosen(needs, middle)
             if found is None:
                 low = middle
             else:
                 best, high = found, middle
         return best
+
+    def needs(self) -> Needs:
+        """What the compiled plans say of the need of others. Raises ValueError when there is none yet."""
+        models = tuple(NeedModel(each.choice, each.compiled) for each in self.plans_so_far() if each.compiled)
+        if not models:
+            raise ValueError("nothing has been compiled yet")
+        return Needs(models)
+
+    def alike(self, choice: Choice, budget: float) -> Candidate | None:
+        """What was compiled of these decisions, or of some within the budget that keep as much and take as long."""
+        for each in self._candidates.values():
+            pairs = [(getattr(each.choice, name), getattr(choice, name)) for name in _FIGURES]
+            near = all(abs(one - other) <= _ALIKE * max(one, other) for one, other in pairs)
+            if not each.is_policy and (each.choice == choice or (near and each.fits(budget))):
+                return each
+        return None
 
     def compile(self, name: str, choice: Choice, predicted: int | None = None) -> Candidate:
         """What the compiler says of decisions; each are compiled once."""
