@@ -151,13 +151,30 @@ def test_the_choice_is_that_of_brute_force(kinds, kept, backward):
         assert found.seconds == pytest.approx(best.seconds)
 
 
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("kinds", [("a", "a", "a"), ("a", "a", "b"), ("b", "a", "a"), ("a", "a", "b", "b")])
+def test_the_choice_in_runs_of_equal_blocks_is_that_of_brute_force(kinds, seed):
+    dice = random.Random(seed)
+    drawn = [[solution(*(dice.randint(1, most) for most in (20, 12, 12))) for _ in range(3)] for _ in "ab"]
+    frontiers = dict(zip("ab", drawn, strict=True))
+    choices = [Choice(kinds, each, (1,) * len(kinds)) for each in itertools.product(*map(frontiers.get, kinds))]
+    for limit in (12, 20, 28):
+        within = [choice.seconds for choice in choices if choice.backward_bytes <= limit]
+        found = choose(kinds, {"a": 1, "b": 1}, frontiers, None, limit)
+        assert (found is None) == (not within)
+        if found is not None:
+            assert found.backward_bytes <= limit
+            assert found.seconds == pytest.approx(min(within))
+
+
 def test_equal_blocks_may_get_different_decisions():
     # Two copies of the fast solution are too much, two of the slow one waste room.
     found = choose(("a",) * 3, {"a": 1}, {"a": FRONTIERS["a"]}, 18, None)
     assert found is not None
     assert len(set(found.solutions)) > 1
-    # What keeps most comes last: backward frees it first.
-    assert [each.stack_bytes for each in found.solutions] == sorted(each.stack_bytes for each in found.solutions)
+    # What works with most comes first: backward reaches it last.
+    working = [each.working_bytes for each in found.solutions]
+    assert working == sorted(working, reverse=True)
 
 
 def test_moving_to_the_host_is_that_of_brute_force(monkeypatch):

@@ -10,6 +10,7 @@ from remat_kit._plan.milp import Rows, minimize
 from remat_kit._plan.solve import Solution
 
 _GAP = 1e-4
+"""Relative, of the time that decisions cost: far less than the model is sure of."""
 _SECONDS = 20.0
 
 
@@ -35,11 +36,6 @@ class Choice:
     def kept_bytes(self) -> int:
         """Bytes on the device that all blocks keep from forward to backward."""
         return sum(each.stack_bytes for each in self.solutions)
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes in host memory that all blocks keep."""
-        return sum(each.host_bytes for each in self.solutions)
 
     @property
     def backward_bytes(self) -> int:
@@ -70,7 +66,8 @@ def choose(
     """The solutions that take the least time within limits on `Choice.kept_bytes` and `Choice.backward_bytes`.
 
     `kinds` are those of the blocks in the order in which they run. None when nothing is within the limits. Within a run
-    of equal blocks, those that keep more come later: their bytes are the first that backward frees.
+    of equal blocks those whose backward works with most come first, since backward reaches them last, when what the
+    others keep is free: no other order needs less.
     """
     runs = [_Run(kind, len(list(group)), repeats[kind]) for kind, group in itertools.groupby(kinds)]
     columns = [(number, each) for number, run in enumerate(runs) for each in frontiers[run.kind]]
@@ -89,7 +86,8 @@ def choose(
         if backward_bytes is not None:
             row = np.zeros(2 * width)
             for other, (earlier, each) in enumerate(columns):
-                if earlier <= number:
+                comes_first = earlier == number and each.working_bytes >= solution.working_bytes
+                if earlier < number or comes_first:
                     row[other] = each.stack_bytes / unit
             row[width + position] = solution.working_bytes / unit
             rows.append(row)
@@ -111,5 +109,5 @@ def choose(
         own = [
             each for position, (of, each) in enumerate(columns) if of == number for _ in range(round(found[position]))
         ]
-        chosen += sorted(own, key=lambda each: (each.stack_bytes, -each.working_bytes))
+        chosen += sorted(own, key=lambda each: (-each.working_bytes, each.stack_bytes))
     return Choice(tuple(kinds), tuple(chosen), tuple(repeats[kind] for kind in kinds))

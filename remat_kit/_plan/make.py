@@ -70,6 +70,7 @@ class _Search:
         if not first.fits(self.limit):
             self._reach()
         self._listen()
+        self._nearly()
         if self._is_behind() and self._left() and self.best_policy:
             # The same decisions as a plan of their own, which is what can be applied and written down.
             name = f"as {self.best_policy.name}"
@@ -111,6 +112,19 @@ class _Search:
             return found
         least = self.planner.least(needs)
         return self.planner.chosen(needs, needs.need_bytes(least) * (1 + _MODEL_ERROR), factor) or least
+
+    def _nearly(self) -> None:
+        """Where no plan fits, the named policies that are over the budget by no more than the model may be wrong."""
+        needs = self.planner.needs()
+        predicted = {policy: needs.need_bytes(self.planner.model_of(policy)) for policy in self.planner.policies()}
+        for policy in sorted(predicted, key=lambda each: predicted[each]):
+            near = predicted[policy] <= self.limit * (1 + _MODEL_ERROR)
+            if not near or self._left() < 2 or self._best().fits(self.limit):
+                return
+            candidate = self._add(self.planner.named(policy))
+            if candidate.fits(self.limit):
+                self.best_policy = candidate
+                return
 
     def _is_behind(self) -> bool:
         """Whether a named policy that fits is faster than all decisions of our own so far."""
@@ -157,7 +171,7 @@ class _Search:
         fitting = [each for each in self.planner.plans_so_far() if each.fits(self.limit)]
         if fitting:
             return min(fitting, key=lambda each: (each.seconds, each.need_bytes))
-        return min(self.planner.plans_so_far(), key=lambda each: each.need_bytes)
+        return min(self.planner.plans_so_far(), key=lambda each: (each.need_bytes, each.seconds))
 
 
 def _answer(planner: Planner, limit: int | None, best: Candidate, search: _Search, workload: Workload | None) -> Plan:

@@ -27,7 +27,6 @@ class Compiled:
       blocks_bytes: the live peak while its blocks run backward; update_bytes: while the optimizer runs; other_bytes: at
         any other time, the loss head's for one.
       recompute_flops: of the matrix products that run again.
-      compile_s: seconds of XLA.
     """
 
     need_bytes: int
@@ -38,7 +37,6 @@ class Compiled:
     update_bytes: int
     other_bytes: int
     recompute_flops: int
-    compile_s: float
 
     @property
     def seconds(self) -> float:
@@ -66,7 +64,6 @@ def read_compiled(step: CompiledStep) -> Compiled:
         update_bytes=update,
         other_bytes=other,
         recompute_flops=step.traced.work.recomputed_flops,
-        compile_s=step.compile_s,
     )
 
 

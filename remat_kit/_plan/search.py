@@ -118,11 +118,14 @@ class Planner:
         return self._frontiers[factor]
 
     def all_again(self) -> Candidate:
-        """Every block computed again as a whole: what every model starts from."""
+        """Every block computed again as a whole: what every model starts from.
+
+        Where random bits must not be made again, what keeps the least instead.
+        """
         solutions = {name: evaluate(kind.graph, ()) for name, kind in self.found.kinds.items()}
-        if None in solutions.values():  # random bits that must not be made again
-            solutions = {name: self.frontiers()[name][0] for name in solutions}
-        return self.compile("all again", self._choice(solutions))
+        if None not in solutions.values():
+            return self.compile("all again", self._choice(solutions))
+        return self.compile("least kept", self._choice({name: self.frontiers()[name][0] for name in solutions}))
 
     def _choice(self, solutions: Mapping[str, Any]) -> Choice:
         repeats = self.repeats
@@ -194,7 +197,8 @@ class Planner:
         if policy not in self._candidates:
             solutions = {name: solution_of(policy, kind.graph) for name, kind in self.found.kinds.items()}
             blocks = {name: NamedBlock(kind.block.flat, policy) for name, kind in self.found.kinds.items()}
-            compiled, error = self._compile(lambda instance: blocks[instance.kind])
+            by_site = dict(zip(self.found.sites, self.kinds, strict=True))
+            compiled, error = self._compile(lambda instance: blocks[by_site[instance.site]])
             self._candidates[policy] = Candidate(policy.name, self._choice(solutions), compiled, None, error, True)
         return self._candidates[policy]
 

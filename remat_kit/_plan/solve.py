@@ -326,8 +326,8 @@ def frontier(
     Optima under limits on what `copies` of the block keep, alone and together with what its backward works with.
     """
     fastest = optimum(graph, Limits(copies, save_factor=save_factor, offload=offload))
-    if fastest is None:
-        return ()
+    if fastest is None:  # nothing may be decided, but autodiff can always keep what backward takes
+        return tuple(each for each in [bare(graph)] if each is not None)
     # So dear that bytes decide, and time only between equal ones.
     dear = 1e3 * (fastest.seconds + sum(step.again_s for step in graph.ops)) / max(1, fastest.bytes)
     least = optimum(graph, Limits(copies, price=dear, save_factor=save_factor, offload=offload)) or fastest

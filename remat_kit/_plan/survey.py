@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from remat_kit._errors import RematKitError
+from remat_kit._plan.active import active_inputs, differentiated
 from remat_kit._plan.block import Block
 from remat_kit._plan.find import find_sites
 from remat_kit._plan.graph import Graph, build_graph
@@ -18,10 +19,10 @@ from remat_kit._trace import TracedStep, losses_rewritten, trace
 
 @dataclass(frozen=True)
 class Kind:
-    """Blocks that compute the same.
+    """Blocks for which the same is decided: they compute the same, with the same inputs differentiated, as often.
 
     Attributes:
-      name: the fingerprint of what they compute.
+      name: the fingerprint of what they compute, with a number behind it from the second kind that has the same one.
       block: the one through which the step was traced, with its derivative.
       graph: what can be decided.
       instances: all of them, in the order in which they run.
@@ -51,34 +52,42 @@ class Survey:
 
 Chooser = Callable[[Instance], Block]
 """The block that runs at a site."""
+Note = Callable[[Layout, Sequence[Any]], None]
+"""Sees a layout and what it is run on before it runs."""
 
 
 def survey(step: Step, target: Target, where: str | None = None) -> Survey:
     """The blocks of a step. Raises RematKitError when there is none, or when the step has no derivative."""
     layouts: list[Layout] = []
-    blocks: dict[str, Block] = {}
+    blocks: dict[Any, Block] = {}
+    active: dict[Site, tuple[bool, ...]] = {}
+
+    def note(layout: Layout, arguments: Sequence[Any]) -> None:
+        active.update(active_inputs(layout, differentiated(arguments)))
+
+    def key_of(instance: Instance) -> Any:
+        return instance.kind, instance.repeats, active[instance.site]
 
     def choose(instance: Instance) -> Block:
-        return blocks.setdefault(instance.kind, Block(instance.flat, {}, ""))
+        return blocks.setdefault(key_of(instance), Block(instance.flat, {}, ""))
 
-    traced = trace_with(step, target, lambda jaxpr: find_sites(jaxpr, where), choose, layouts)
+    traced = trace_with(step, target, lambda jaxpr: find_sites(jaxpr, where), choose, layouts, note)
     (layout,) = layouts
-    instances = [each for each in layout.instances() if blocks[each.kind].seen]
+    instances = [each for each in layout.instances() if blocks[key_of(each)].seen and any(active[each.site])]
     if not instances:
         raise RematKitError("backward goes through none of the step's blocks. Plan the step that computes gradients.")
-    kinds = {}
-    for name in dict.fromkeys(each.kind for each in instances):
-        own = tuple(each for each in instances if each.kind == name)
+    kinds: dict[str, Kind] = {}
+    for key in dict.fromkeys(map(key_of, instances)):
+        own = tuple(each for each in instances if key_of(each) == key)
         # Inside a loop JAX asks again when it finds that more inputs are differentiated; the last time counts.
-        derivative = list(blocks[name].seen.values())[-1]
+        derivative = list(blocks[key].seen.values())[-1]
         lasting = frozenset.intersection(*(each.lasting for each in own))
         graph = build_graph(derivative, lasting, target.chip, own[0].repeats)
-        kinds[name] = Kind(name, blocks[name], graph, own)
+        namesakes = sum(each.instances[0].kind == own[0].kind for each in kinds.values())
+        name = f"{own[0].kind}-{namesakes + 1}" if namesakes else own[0].kind
+        kinds[name] = Kind(name, blocks[key], graph, own)
     outside = outside_flops(layout) + sum(
-        each.repeats * flops_of_op(op)
-        for each in layout.instances()
-        if not blocks[each.kind].seen
-        for op in each.flat.ops
+        each.repeats * flops_of_op(op) for each in layout.instances() if each not in instances for op in each.flat.ops
     )
     return Survey(traced, kinds, tuple(each.site for each in instances), outside)
 
@@ -89,12 +98,13 @@ def trace_with(
     sites_of: Callable[[Any], Sequence[Site]],
     choose: Chooser,
     layouts: list[Layout] | None = None,
+    note: Note | None = None,
 ) -> TracedStep:
     """The step traced with the blocks of what it differentiates replaced.
 
     Raises RematKitError when it differentiates nothing, or more than one function.
     """
-    return trace(dataclasses.replace(step, fn=rewritten(step.fn, sites_of, choose, layouts)), target)
+    return trace(dataclasses.replace(step, fn=rewritten(step.fn, sites_of, choose, layouts, note)), target)
 
 
 def rewritten(
@@ -102,6 +112,7 @@ def rewritten(
     sites_of: Callable[[Any], Sequence[Site]],
     choose: Chooser,
     layouts: list[Layout] | None = None,
+    note: Note | None = None,
 ) -> Callable[..., Any]:
     """`function` with the blocks replaced of what it differentiates. See `trace_with`."""
 
@@ -114,6 +125,8 @@ def rewritten(
             # JAX traces the body of a loop again when it finds another type of what is carried.
             layout = lay_out(jaxpr, sites_of(jaxpr))
             found[:] = [layout]
+            if note is not None:
+                note(layout, arguments)
             return layout.run(arguments, lambda instance, values: choose(instance)(*values))
 
         with losses_rewritten(rewrite, run):
