@@ -1,5 +1,7 @@
 """The planner against the compiler: budgets are kept, and no named policy that fits is faster."""
 
+import dataclasses
+
 import pytest
 from workloads import plans
 
@@ -20,14 +22,20 @@ def small():
 
 
 def test_at_most_five_compiles_and_the_budget_is_kept(small):
-    least = plan_with(small, 1)
+    def planned(budget):
+        before = small.compiles
+        found = plan_with(small, budget)
+        assert small.compiles - before <= MOST_COMPILES
+        assert len(found.tried) <= MOST_COMPILES + 1  # and an answer that was compiled for another budget
+        return found
+
+    least = planned(1)
     assert not least.fits
-    fastest = plan_with(small, None)
+    assert small.compiles > 0
+    fastest = planned(None)
     assert fastest.fits
     middle = (least.need_bytes + fastest.need_bytes) // 2
-    found = plan_with(small, middle)
-    for each in (least, fastest, found):
-        assert len(each.tried) <= MOST_COMPILES
+    found = planned(middle)
     assert found.fits
     assert found.need_bytes <= middle
     assert fastest.step_s <= found.step_s <= least.step_s
@@ -48,16 +56,41 @@ def test_random_bits_that_must_not_be_made_twice_are_kept():
     assert found.fits
     assert "full" not in {policy.name for policy in planner.policies()}
     assert "full" not in {each.name for each in found.tried}
-    (block,) = found.blocks
-    assert not any(each.name.startswith("random") for each in block.again)
-    assert not block.checkpointed or any("[128,64]" in each.shape for each in block.kept)
+    assert not any("every block again" in reason for reason in found.reasons)
+    (kind,) = planner.found.kinds.values()
+    ops = kind.graph.derivative.flat.ops
+    random = {position for position, op in enumerate(ops) if op.primitive == "random_bits"}
+    assert random
+    compiled = [each.choice.solutions for each in planner.plans_so_far()]
+    assert compiled
+    for solutions in compiled:
+        assert not any(random & solution.again for solution in solutions)
 
 
 def test_a_front_has_no_plan_that_another_beats(small):
     found = front(small, 4)
-    assert not_beaten(found) == list(found)
-    assert knee(found) in found
-    assert [each.need_bytes for each in found] == sorted(each.need_bytes for each in found)
+    compiled = [(each.need_bytes, each.seconds) for each in small.plans_so_far()]
+    shown = [(each.need_bytes, each.step_s) for each in found]
+    assert len(shown) > 1
+    assert set(shown) <= set(compiled)
+    assert shown == sorted(shown)
+    assert shown[0][0] == min(need for need, _ in compiled)
+    assert shown[-1][1] == min(seconds for _, seconds in compiled)
+    for need, seconds in shown:
+        better = [each for each in compiled if each[0] <= need and each[1] <= seconds and each != (need, seconds)]
+        assert not better
+
+
+def test_the_knee_is_near_both_ends(small):
+    plan = plan_with(small, None)
+    plans = [
+        dataclasses.replace(plan, need_bytes=need, step_s=seconds)
+        for need, seconds in ((100, 2.0), (110, 1.1), (200, 1.0), (190, 1.05), (115, 1.6))
+    ]
+    assert knee(plans) is plans[1]
+    # None of these is beaten but the last, in whatever order they come.
+    assert not_beaten(plans) == [plans[0], plans[1], plans[3], plans[2]]
+    assert not_beaten([plans[1], plans[1]]) == [plans[1]]
 
 
 def test_the_same_plan_twice_is_the_same_text():

@@ -29,7 +29,7 @@ class Choice:
 
     @property
     def seconds(self) -> float:
-        """What recomputing and keeping costs in a step, by the model."""
+        """What recomputing and keeping costs each time the loss is differentiated, by the model."""
         return sum(each.seconds * times for each, times in zip(self.solutions, self.repeats, strict=True))
 
     @property

@@ -65,7 +65,7 @@ class _Search:
         """The fastest candidate that fits, else the one of the smallest need."""
         first = self._add(self.planner.all_again())
         if first.compiled is None:
-            raise PlanError(f"the compiler refuses the step with every block computed again: {first.error}")
+            raise PlanError(f"the compiler refuses the step with as little kept as can be: {first.error}")
         self._policy()
         if not first.fits(self.limit):
             self._reach()

@@ -31,7 +31,10 @@ class NamedBlock:
 
 
 def applicable(graphs: Sequence[Graph]) -> tuple[Policy, ...]:
-    """The policies of the table that differ from `full` on some block, without those that offload."""
+    """`full`, and the policies of the table that keep something of some block, without those that offload.
+
+    Of policies that keep the same of all blocks, the first.
+    """
     full = POLICIES["full"]
     found: dict[Any, Policy] = {}
     for policy in POLICIES.values():

@@ -20,6 +20,8 @@ from remat_kit._trace import Differentiated, losses_rewritten, losses_stopped
 from remat_kit._units import format_flops
 
 VERSION = 1
+NOT_KEPT = "cannot be kept: "
+"""Before the names of operations in the name of an `Again` that no plan can change."""
 _FORMAT = "remat-kit plan"
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -35,7 +37,10 @@ class Kept:
       module: path of the module inside the block; "" when the program does not say.
       shape: e.g. `bf16[8,1024,768]`.
       bytes: of all blocks with these decisions and all runs of their scans together.
-      again_s: seconds that computing it again would take from what else is kept, in a step, by the model.
+      again_s: seconds that keeping it saves, by the model: what computing it again from what else is kept would take,
+        less what keeping it takes; 0 where that is less than nothing, and for inputs of the block, which cannot be
+        computed again. Of all blocks with these decisions, each time the loss is differentiated: a step that
+        accumulates gradients does so once for each microbatch.
     """
 
     op: int
@@ -58,8 +63,12 @@ class Again:
     """Operations that backward runs again: a matrix product or another costly kernel, or "elementwise" for the rest.
 
     Attributes:
-      name: the primitive; module: path of the module inside the block; shape: of the result.
-      flops: of matrix products, and seconds: by the model; both in a step, of all blocks with these decisions.
+      name: the primitive; `NOT_KEPT` and primitives for loops and branches and what is computed from their results,
+        which runs again whatever is decided.
+      module: path of the module inside the block; shape: of the result.
+      flops: of matrix products, counted; seconds: by the model, 0 for what cannot be kept, since that is the same for
+        every plan. Both of all blocks with these decisions, each time the loss is differentiated: a step that
+        accumulates gradients does so once for each microbatch.
     """
 
     name: str
@@ -99,7 +108,7 @@ class Tried:
     """A candidate that was compiled for the answer.
 
     Attributes:
-      name: of a policy, or what the decisions were made for.
+      name: of a policy, or what the decisions were made for; `make.REUSED` follows when that was another budget.
       need_bytes, step_s: compiled need and predicted time; None when the compiler refused.
       predicted_need_bytes: what the model had said before; None where there was no model yet.
       recompute_flops: of the matrix products that run again.
@@ -127,7 +136,7 @@ class Plan:
       fits: whether the need is within the budget; of one that does not fit, the plan is that of the smallest need.
       need_bytes, host_bytes: compiled, on the device and in host memory.
       step_s, breakdown_s: predicted from the compiled program.
-      recompute_flops: of the matrix products that run again.
+      recompute_flops: of the matrix products that run again in the whole step, counted on what was compiled.
       blocks: the decisions.
       outside_flops: of the matrix products of the function that is differentiated that are in no block; None when not
         counted.

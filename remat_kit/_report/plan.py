@@ -3,7 +3,8 @@
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from remat_kit._plan.plan import BlockPlan, Plan, Tried
+from remat_kit._plan.make import REUSED
+from remat_kit._plan.plan import NOT_KEPT, BlockPlan, Plan, Tried
 from remat_kit._report.layout import WIDTH, row
 from remat_kit._units import format_bytes, format_flops, format_seconds
 
@@ -22,9 +23,11 @@ def render(plan: Plan) -> str:
         lines += [row("on the host (compiled)", format_bytes(plan.host_bytes))]
     lines += [row("step time (predicted)", format_seconds(plan.step_s))]
     lines += [row("recomputed FLOPs (counted)", format_flops(plan.recompute_flops))]
+    lines += ["", "Blocks, with bytes, FLOPs and time of all alike, each time the loss is differentiated"]
     for block in plan.blocks:
         lines += ["", *_block(block)]
-    lines += ["", "Compiled on the way", *_tried(plan.tried)]
+    others = ", for this budget and for others" if any(each.name.endswith(REUSED) for each in plan.tried) else ""
+    lines += ["", f"Compiled on the way{others}", *_tried(plan.tried)]
     lines += ["", "Why", *(line for reason in plan.reasons for line in _wrapped(reason))]
     return "\n".join(lines) + "\n"
 
@@ -67,9 +70,10 @@ def _block(block: BlockPlan) -> Iterable[str]:
         yield f"    {f'{len(rest)} smaller ones':56}{total:>12}  {format_seconds(seconds):>14}"
     yield f"  computes again{'':44}{'FLOPs':>12}  {'takes (model)':>14}"
     for each in block.again:
-        what = f"{each.name} {each.shape}{f' of {each.module}' if each.module else ''}"
+        what = f"{each.name}{f' {each.shape}' if each.shape else ''}{f' of {each.module}' if each.module else ''}"
         flops = format_flops(each.flops) if each.flops else ""
-        yield f"    {what[:55]:56}{flops:>12}  {format_seconds(each.seconds):>14}"
+        takes = "not modelled" if each.name.startswith(NOT_KEPT) else format_seconds(each.seconds)
+        yield f"    {what[:55]:56}{flops:>12}  {takes:>14}"
 
 
 def _tried(tried: Sequence[Tried]) -> Iterable[str]:

@@ -37,8 +37,9 @@ def command(
 ) -> None:
     """Find the plan that takes the least time and needs no more than a budget.
 
-    Each candidate is compiled for the target, at most 5. Exits with 0 when the plan fits, 2 when the input is wrong, 3
-    when nothing fits: the plan of the smallest need is then shown and written.
+    Candidates are compiled for the target, at most 5 of them; without --budget, at most 5 for each of several budgets
+    from the smallest need to the least time. Exits with 0 when the plan fits, 2 when the input is wrong, 3 when nothing
+    fits: the plan of the smallest need is then shown and written.
     """
     taken = _output.check_all((json_file, python_file), force)
     _input.check_workload(workload)
