@@ -6,11 +6,13 @@ import random
 import jax
 import jax.numpy as jnp
 import pytest
+from planned import planner_of
 
 from remat_kit import get_target
 from remat_kit._plan.block import Block
 from remat_kit._plan.choose import Choice, choose
 from remat_kit._plan.flat import Flat
+from remat_kit._plan.fusion import Fusion
 from remat_kit._plan.graph import build_graph
 from remat_kit._plan.solve import Limits, Solution, bare, evaluate, frontier, optimum
 
@@ -216,3 +218,52 @@ def test_in_a_scan_a_block_without_a_checkpoint_stacks_all_that_backward_takes()
     assert found is not None
     assert found.stack_bytes == 3 * sum(graph.values[number].bytes for number in graph.needed)
     assert found.seconds == pytest.approx(sum(graph.values[number].save_s for number in graph.needed))
+
+
+@pytest.mark.parametrize("closed_over", [False, True], ids=["given", "closed over"])
+@pytest.mark.parametrize(
+    ("generator", "not_again"),
+    [("threefry2x32", []), ("rbg", ["random_bits"] * 2), ("unsafe_rbg", ["random_bits"] * 2 + ["random_split"])],
+)
+def test_random_bits_that_may_come_out_otherwise_are_not_made_again(generator, not_again, closed_over):
+    key = jax.random.key(0, impl=generator)
+
+    def dropped(x, w, key):
+        first, second = (jax.random.bernoulli(each, 0.5, x.shape) for each in (key, jax.random.split(key)[0]))
+        return x + jnp.where(first & second, jnp.sin(x @ w), 0.0)
+
+    def loss(ws, x, given):
+        for w in ws:
+            x = dropped(x, w, key if closed_over else given)
+        return jnp.sum(x**2)
+
+    w = jnp.ones((8, 8))
+    for kind in planner_of(loss, [w, w, w], w, key).found.kinds.values():
+        ops = kind.graph.derivative.flat.ops
+        assert sorted(ops[each.position].primitive for each in kind.graph.ops if not each.may_run_again) == not_again
+        assert (evaluate(kind.graph, ()) is None) == bool(not_again)
+
+
+def halves(x, w):
+    gate, up = jnp.split(x @ w, 2, axis=-1)
+    return jnp.sin(gate) * up
+
+
+def turned(x, w):
+    whole = x @ w
+    return jnp.abs(jnp.conj(jax.lax.complex(jnp.arctan(whole), jnp.arcsinh(whole))))
+
+
+@pytest.mark.parametrize("function", [halves, turned])
+def test_what_xla_fuses_is_no_kernel_and_no_array(function):
+    x, w = jnp.ones((8, 16)), jnp.ones((16, 16))
+    block = Block(Flat(jax.make_jaxpr(function)(x, w)), {}, "")
+    jax.make_jaxpr(jax.grad(lambda *args: jnp.sum(block(*args)[0]), (0, 1)))(x, w)
+    graph = build_graph(list(block.seen.values())[-1], {1}, CHIP)
+    ops = graph.derivative.flat.ops
+    fusion = Fusion(graph.derivative)
+    kernels = {ops[at].primitive for at, own in fusion.kernels().items() if at == own} - {ops[-1].primitive}
+    linear = {ops[at].primitive for at in graph.derivative.linear}
+    assert kernels - linear <= {"dot_general"}
+    assert all(fusion.is_materialized(n) == (ops[fusion.maker[n][0]].primitive == "dot_general")
+               for n in fusion.maker if n not in fusion.flat.outputs)  # fmt: skip

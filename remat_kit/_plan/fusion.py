@@ -10,22 +10,27 @@ from remat_kit._plan.flat import Op
 from remat_kit._plan.sizes import bytes_of
 
 VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "sharding_constraint", "copy", "optimization_barrier",
-                   "stop_gradient", "reduce_precision"})  # fmt: skip
+                   "stop_gradient", "reduce_precision", "pvary"})  # fmt: skip
 """Their result is their operand: never worth a decision of its own."""
-SPREADS = frozenset({"broadcast_in_dim", "iota"})
+SPREADS = frozenset({"broadcast_in_dim", "iota", "tile"})
 """Their result is made of less than itself."""
 ELEMENTWISE = frozenset({
-    "abs", "add", "add_any", "and", "atan2", "cbrt", "ceil", "clamp", "convert_element_type", "cos", "cosh", "div",
-    "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "imag", "integer_pow", "is_finite",
-    "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not",
-    "one_minus_square", "or", "pow", "real", "rem", "round", "rsqrt", "select_n", "shift_left",
-    "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "sub", "tan", "tanh",
-    "xor", "bitcast_convert_type", "transpose", "slice", "pad", "concatenate", "rev", "dynamic_slice",
-    "population_count", "clz", "to_edtype", "random_unwrap", "random_wrap", "threefry2x32", "random_bits",
-    "random_fold_in", "random_split", "random_seed",
+    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e",
+    "bessel_i1e", "cbrt", "ceil", "clamp", "complex", "conj", "convert_element_type", "cos", "cosh", "digamma", "div",
+    "eq", "eq_to", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "imag", "integer_pow",
+    "is_finite", "le", "le_to", "lgamma", "log", "log1p", "log2", "logistic", "lt", "lt_to", "max", "min", "mul",
+    "mulhi", "ne", "neg", "nextafter", "not", "one_minus_square", "or", "polynomial", "pow", "real", "rem", "round",
+    "rsqrt", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt",
+    "square", "sub", "tan", "tanh", "xor",
+    "bitcast_convert_type", "transpose", "slice", "split", "unstack", "stack", "pad", "concatenate", "rev",
+    "dynamic_slice", "population_count", "clz", "to_edtype", "from_edtype", "random_unwrap", "random_wrap",
+    "threefry2x32", "random_bits", "random_fold_in", "random_split", "random_seed",
 })  # fmt: skip
+"""What becomes elementwise operations of XLA, or moves elements: loops like that of `igamma` are not among it."""
 RANDOM = frozenset({"threefry2x32", "random_bits"})
 _FRONTIER = 16
+"""How many arrays of a fused value are counted before the rest is left out, so that sets do not grow with the square of
+a block that sums many branches. In the models of this checkout no value is made of more than 9."""
 
 
 class Fusion:

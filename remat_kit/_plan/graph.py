@@ -4,9 +4,8 @@ From the block's derivative (`block.Derivative`), what XLA fuses of it (`fusion.
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -213,7 +212,7 @@ class _Builder:
             tuple(op.outputs),
             self._seconds(position, op),
             flops_of_op(op),
-            not op.eqn.effects and op.primitive not in _NOT_AGAIN and not _is_unstable(op, self.flat.avals),
+            not op.eqn.effects and op.primitive not in _NOT_AGAIN and not _is_unstable(op),
         )
 
     def _seconds(self, position: int, op: Op) -> float:
@@ -316,12 +315,15 @@ class _Builder:
         return tuple((at, sum(size for born, dies, size in arrays if born <= at <= dies)) for at in heavy)
 
 
-def _is_unstable(op: Op, avals: Sequence[Any]) -> bool:
-    """Random bits of another generator than Threefry, which may differ from place to place."""
-    if op.primitive != "random_bits":
+def _is_unstable(op: Op) -> bool:
+    """Whether it makes random bits by another generator than Threefry: they may differ from place to place.
+
+    The key may be a constant. `unsafe_rbg` makes new keys of a key by such bits, too.
+    """
+    if op.primitive not in ("random_bits", "random_split", "random_fold_in"):
         return False
-    key = avals[op.inputs[0]] if isinstance(op.inputs[0], int) else None
-    return "fry" not in str(getattr(key, "dtype", "key<fry>"))
+    generator = str(op.eqn.invars[0].aval.dtype)
+    return "fry" not in generator if op.primitive == "random_bits" else "urbg" in generator
 
 
 def _is_float(dtype: str) -> bool:

@@ -57,7 +57,10 @@ Note = Callable[[Layout, Sequence[Any]], None]
 
 
 def survey(step: Step, target: Target, where: str | None = None) -> Survey:
-    """The blocks of a step. Raises RematKitError when there is none, or when the step has no derivative."""
+    """The blocks of a step.
+
+    Raises RematKitError when there is none, when the step has no derivative, or when a block has an `io_callback`.
+    """
     layouts: list[Layout] = []
     blocks: dict[Any, Block] = {}
     active: dict[Site, tuple[bool, ...]] = {}
@@ -69,6 +72,8 @@ def survey(step: Step, target: Target, where: str | None = None) -> Survey:
         return instance.kind, instance.repeats, active[instance.site]
 
     def choose(instance: Instance) -> Block:
+        if any(active[instance.site]):
+            _check_effects(instance)
         return blocks.setdefault(key_of(instance), Block(instance.flat, {}, ""))
 
     traced = trace_with(step, target, lambda jaxpr: find_sites(jaxpr, where), choose, layouts, note)
@@ -90,6 +95,19 @@ def survey(step: Step, target: Target, where: str | None = None) -> Survey:
         each.repeats * flops_of_op(op) for each in layout.instances() if each not in instances for op in each.flat.ops
     )
     return Survey(traced, kinds, tuple(each.site for each in instances), outside)
+
+
+def _check_effects(instance: Instance) -> None:
+    """Raises RematKitError for what JAX refuses in a checkpoint that is differentiated, be it inside of a loop."""
+    for op in instance.flat.ops:
+        if any("IOEffect" in type(effect).__name__ for effect in op.eqn.effects):
+            inside = "" if op.primitive == "io_callback" else f" in its {op.primitive}"
+            block = f"block {instance.scope}" if instance.scope else "a block"
+            raise RematKitError(
+                f"{block} calls io_callback{inside}, which backward would call again, and JAX differentiates no "
+                "jax.checkpoint with one. Move it out of the blocks, use jax.debug.callback or jax.pure_callback, that "
+                "may be called again, or say with `where` (--where REGEX) that smaller modules are the blocks."
+            )
 
 
 def trace_with(
