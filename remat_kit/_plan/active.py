@@ -133,7 +133,7 @@ def _backward(layout: Layout, wanted: Sequence[bool], reached: set[Site]) -> tup
             while outputs != before:
                 before = outputs
                 inputs = _backward(layout.inner[position], outputs, reached)
-                carry = [a or b for a, b in zip(outputs, inputs[consts : consts + carried], strict=False)]
+                carry = [a or b for a, b in zip(outputs[:carried], inputs[consts : consts + carried], strict=True)]
                 outputs = (*carry, *outputs[carried:])
         values.update(
             each for each, is_wanted in zip(op.inputs, inputs, strict=True) if is_wanted and isinstance(each, int)

@@ -24,10 +24,12 @@ FACTORS = (1.0, 2.0, 4.0)
 """On what the model says that keeping a value costs: a second opinion, since how XLA fuses a write is not known."""
 
 _ROUNDS = 5
+"""Of refining the limit that the solver is given: the prediction is not linear in what is kept, but nearly so."""
 _CLOSE = 0.002
 """Of a budget: decisions that are predicted to leave no more room than that are not refined."""
 _FIGURES = ("kept_bytes", "backward_bytes", "seconds")
 _ALIKE = 1e-3
+"""Decisions whose figures differ by less than that share are alike: another compile would tell nothing new."""
 
 
 @dataclass(frozen=True)
