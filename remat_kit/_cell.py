@@ -129,13 +129,21 @@ def make_cells(
                 target=inspected.target,
                 platform=inspected.platform,
                 mesh=inspected.mesh,
-                compile_options=choice,
+                compile_options=_options_of(policy, choice),
                 versions=tuple(sorted(_fingerprint.versions().items())),
                 fingerprint=tuple(sorted({*known.items(), *inspected.digests, *own.items()})),
             )
             for policy in policies
         ]
     return cells
+
+
+def _options_of(policy: str, asked: "CompileOptions") -> "CompileOptions":
+    """How a policy's step is compiled: as asked, and with XLA's own pass where that is what the policy is."""
+    from remat_kit._compile import ON
+    from remat_kit._policy import get_policy
+
+    return dataclasses.replace(asked, xla_remat=ON) if get_policy(policy).xla_remat else asked
 
 
 def inspect_workload(asked: tuple[str, tuple[tuple[str, Any], ...], str, str | None]) -> Inspected:

@@ -15,7 +15,18 @@ from dataclasses import dataclass, replace
 
 from remat_kit._errors import RematKitError
 from remat_kit._explanation import MOVABLE
-from remat_kit._reasons import CHECKS, REASONS, WASTED, Pair, at_peak, change, in_order, signed, unexplained
+from remat_kit._reasons import (
+    CHECKS,
+    REASONS,
+    WASTED,
+    XLA_AUTO,
+    Pair,
+    at_peak,
+    change,
+    in_order,
+    signed,
+    unexplained,
+)
 from remat_kit._record import Record
 from remat_kit._units import format_bytes, format_flops
 
@@ -25,7 +36,7 @@ _FOLLOWS = frozenset({"peak_elsewhere", "nothing_to_drop"})
 """What the figures show where another reason holds, too."""
 _OF_HELP = frozenset({*WASTED, "outside_scan", "whole_loss"})
 """Reasons that hold beside an effect: it could be larger."""
-_OF_HURT = frozenset(REASONS) - _FOLLOWS - {"xla_remat"}
+_OF_HURT = frozenset(REASONS) - _FOLLOWS - {"xla_remat", "xla_idle"}
 """Reasons that say why a step needs more."""
 
 
@@ -107,8 +118,8 @@ def is_without_use(text: str | None) -> bool:
 
 def _step_of(record: Record) -> str:
     """What rows have in common that may be compared: all but the policy and its results."""
-    # That XLA's pass fired is a result, that it was allowed is not.
-    asked = "off" if record.xla_remat == "off" else "on"
+    # That XLA's pass fired is a result, that it was allowed is not, unless the policy is to allow it.
+    asked = "off" if record.xla_remat == "off" or record.policy == XLA_AUTO else "on"
     return repr((record.workload, record.options, record.target, record.mesh, record.gemm_backend, asked,
                  record.compile_options))  # fmt: skip
 

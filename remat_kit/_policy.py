@@ -53,6 +53,8 @@ class Policy:
         cannot: a fused attention kernel's output and log-sum-exp live inside a `custom_vjp` rule.
       rule: what happens to values that carry no name.
       region: what is wrapped.
+      xla_remat: XLA's own rematerialization pass may act on the step, as it does in a job that asks for nothing. For
+        all other policies it is off unless the compile options say otherwise, so that they can be compared.
     """
 
     name: str
@@ -62,6 +64,7 @@ class Policy:
     kernels: tuple[str, ...] = ()
     rule: Rule = Rule.RECOMPUTE
     region: Region = Region.BLOCK
+    xla_remat: bool = False
 
     def __post_init__(self) -> None:
         for field in ("saves", "offloads", "kernels"):
@@ -206,6 +209,8 @@ POLICIES: dict[str, Policy] = {
                rule=Rule.OFFLOAD_DOTS_WITH_NO_BATCH_DIMS),
         Policy("offload_block_input", "move the block's input to the host, compute the whole block again",
                offloads=(names.BLOCK_INPUT,)),
+        Policy("xla_auto", "do nothing: XLA's own pass acts where a step takes most of the device",
+               region=Region.NOTHING, xla_remat=True),
     )
 }  # fmt: skip
 """Every named policy. The command line, the documentation and the contract tests are generated from it."""

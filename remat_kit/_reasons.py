@@ -8,6 +8,7 @@ from remat_kit._record import Record
 from remat_kit._units import format_bytes, format_flops
 
 REASONS: Mapping[str, str] = {
+    "xla_idle": "XLA's own rematerialization had nothing to do: the step fits the device",
     "xla_remat": "XLA's own rematerialization has done it to the base already",
     "no_region": "no checkpointed region is in the program",
     "keeps_everything": "the policy keeps all that backward needs",
@@ -22,6 +23,9 @@ REASONS: Mapping[str, str] = {
     "unexplained": "none of the above",
 }
 """The codes of an Effect without effect, in the order in which they are asked for."""
+
+XLA_AUTO = "xla_auto"
+"""The policy that leaves all to XLA's own pass."""
 
 WASTED = ("no_match", "never_needed", "still_recomputed")
 """What a policy keeps in vain: it spares no more recomputation than `full`."""
@@ -94,6 +98,15 @@ def in_order(pair: Pair) -> list[str]:
 
 
 # The reasons. Each is a function of the two rows that says what was found and what to do next, or "".
+
+
+def _xla_idle(pair: Pair) -> str:
+    if pair.record.policy != XLA_AUTO or pair.record.xla_remat != "on":
+        return ""
+    return (
+        "XLA's own rematerialization had nothing to do: it acts only when a step takes most of the device, and then "
+        "as far as it must. Use a policy that wraps the blocks to save memory before that"
+    )
 
 
 def _xla_remat(pair: Pair) -> str:
@@ -251,6 +264,7 @@ def _movable(explanation: Explanation) -> int:
 
 
 CHECKS: Mapping[str, Callable[[Pair], str]] = {
+    "xla_idle": _xla_idle,
     "xla_remat": _xla_remat,
     "no_region": _no_region,
     "keeps_everything": _keeps_everything,

@@ -62,6 +62,7 @@ MLP = "up/gate up"
 
 RECOMPUTED = {
     "none": Row(0, 0, "", "nothing is wrapped"),
+    "xla_auto": Row(0, 0, "", "nothing is wrapped; what XLA does comes later"),
     "full": Row(7, 8, f"q k v {CORE} out {MLP}", "only the input is there; out's sum is the input of the second norm"),
     "everything_saveable": Row(0, 0, "", "every value may stay"),
     "dots_saveable": Row(0, 0, "", "every product may stay"),
@@ -203,6 +204,9 @@ def kernels_or(*names: str) -> Any:
     return functools.partial(ask)
 
 
+UNWRAPPED = ("none", "xla_auto")
+"""The policies under which a block stays what it is."""
+
 BY_HAND: dict[str, Callable[[], Any]] = {
     "full": lambda: None,
     "everything_saveable": lambda: JAX.everything_saveable,
@@ -237,7 +241,7 @@ def wrapped_by_hand(policy: str) -> Iterator[None]:
     """While it is open, the models' blocks are wrapped by flax's own transformations."""
 
     def wrap(cls: Any) -> Any:
-        if policy == "none":
+        if policy in UNWRAPPED:
             return cls
         if issubclass(cls, nn.Module):
             lifted = nn.remat(cls, policy=BY_HAND[policy]())

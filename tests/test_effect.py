@@ -336,6 +336,11 @@ def test_rows_are_compared_with_their_own_base():
     # Whether XLA's pass fired is a result; that it was allowed is what rows have in common.
     fired = [row("none", 1000, xla_remat="fired"), row("full", 500, xla_remat="on"), row("full", 500)]
     assert [bool(each.effect) for each in with_effects(fired)] == [False, True, False]
+    # Where the policy is to allow it, it is compared with the same base as all others.
+    own = [row("none", 1000), row("xla_auto", 700, xla_remat="fired"), row("xla_auto", 1000, xla_remat="on")]
+    effects = [each.effect or "" for each in with_effects(own)]
+    assert effects[1].startswith("helped: needs 300 B")
+    assert "XLA's own rematerialization had nothing to do" in effects[2]
 
 
 def test_reports_tell_of_it():

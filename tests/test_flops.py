@@ -80,7 +80,7 @@ def test_linen_equals_nnx(policy, stack):
     assert trace(step, get_target("cpu")).work == work_of("gpt", policy, size="tiny", stack=stack)
 
 
-@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy != "none"])
+@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy not in ("none", "xla_auto")])
 @pytest.mark.parametrize("style", ["gpt", "llama"])
 def test_model_flops_of_every_policy_are_those_of_the_step_under_none(style, policy):
     work = work_of(style, policy, **SIZE)

@@ -10,13 +10,25 @@ import jax.numpy as jnp
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
-from remat_kit import POLICIES, Policy, RematKitError, Rule, get_policy, names, offload, save, save_kernels, union
+from remat_kit import (
+    POLICIES,
+    Policy,
+    Region,
+    RematKitError,
+    Rule,
+    get_policy,
+    names,
+    offload,
+    save,
+    save_kernels,
+    union,
+)
 from remat_kit._errors import PolicyError
 from remat_kit._jaxpr import walk
 from remat_kit._policy import lower, parse_policies
 
 BUILT_IN = jax.checkpoint_policies
-WRAPPING = [policy for policy in POLICIES.values() if policy.name != "none"]
+WRAPPING = [policy for policy in POLICIES.values() if policy.region is not Region.NOTHING]
 
 # ---- values
 

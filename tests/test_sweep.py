@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from workloads import cells as fake
 
-from remat_kit import _fingerprint
+from remat_kit import CompileOptions, _fingerprint
 from remat_kit._cell import Inspected, inspect_workload, make_cells
 from remat_kit._errors import RematKitError, WorkloadError
 from remat_kit._pool import Pool, Task
@@ -282,6 +282,13 @@ def test_a_gpu_has_a_cell_for_each_gemm_backend_and_a_cpu_one() -> None:
         cells = make_cells("a:b", [("y", 1), ("x", 2)], ["none", "full"], choices, seen)  # type: ignore[arg-type]
         assert len({cell.key for cell in cells}) == expected
         assert cells[0].options == (("x", 2), ("y", 1))
+
+
+def test_the_policy_that_leaves_all_to_xla_is_compiled_with_its_own_pass() -> None:
+    seen = Inspected("l4", "cuda", (("device", 1),), ())
+    cells = make_cells("a:b", [], ["none", "xla_auto"], [CompileOptions()], seen)
+    assert [cell.compile_options.xla_remat for cell in cells] == ["off", "on"]
+    assert len({cell.key for cell in cells}) == 2
 
 
 def test_settings_that_change_a_program_are_in_the_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 from test_wrap_functions import Kind, W, X, block, full
 
-from remat_kit import POLICIES, remat, save
+from remat_kit import POLICIES, Region, remat, save
 from remat_kit._jaxpr import count_work
 from remat_kit._policy import lower
 
@@ -22,7 +22,9 @@ def test_the_program_is_that_of_jax_checkpoint(policy, remat3, assert_same_progr
         y = checkpoint_name(x @ w, "a")
         return jnp.tanh(jnp.tanh(y) @ w)
 
-    by_hand = tagged if policy.name == "none" else jax.checkpoint(tagged, policy=lower(policy), prevent_cse=True)
+    by_hand = (
+        tagged if policy.region is Region.NOTHING else jax.checkpoint(tagged, policy=lower(policy), prevent_cse=True)
+    )
     programs = [
         jax.make_jaxpr(transform(lambda x, w, f=f: f(f(x, w), w).sum()))(X, W)
         for f in (remat(policy)(tagged), by_hand)

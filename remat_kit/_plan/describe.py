@@ -195,6 +195,9 @@ def reasons_for(
         )
     else:
         found.append(f"Nothing beats the named policy {policy.name} here.")
+    if best.options:
+        told = ", ".join(f"{name}={value}" for name, value in best.options)
+        found.append(f"It is XLA's own pass that does it: give jax.jit the compiler_options of the plan ({told}).")
     again = next((each for each in tried if each.compiled), None)
     if again is not None and again is not best and again.compiled is not None:
         change = compiled.need_bytes - again.compiled.need_bytes

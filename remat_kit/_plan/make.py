@@ -71,6 +71,7 @@ class _Search:
             self._reach()
         self._listen()
         self._nearly()
+        self._own_pass()
         if self._is_behind() and self._left() and self.best_policy:
             # The same decisions as a plan of their own, which is what can be applied and written down.
             name = f"as {self.best_policy.name}"
@@ -126,6 +127,14 @@ class _Search:
                 self.best_policy = candidate
                 return
 
+    def _own_pass(self) -> None:
+        """XLA's own pass, where a step without checkpoints is over the budget and a compile is left."""
+        none = self.planner.model_of(POLICIES["none"])
+        if self._left() and self.planner.needs().need_bytes(none) > self.limit:
+            candidate = self.planner.xla_auto(self.limit)
+            if candidate is not None:
+                self._add(candidate)
+
     def _is_behind(self) -> bool:
         """Whether a named policy that fits is faster than all decisions of our own so far."""
         best = self._best()
@@ -167,8 +176,12 @@ class _Search:
         return best
 
     def _best(self) -> Candidate:
-        """Of decisions of our own, those compiled for other budgets with them; a named policy is a comparison only."""
-        fitting = [each for each in self.planner.plans_so_far() if each.fits(self.limit)]
+        """Of decisions of our own, those compiled for other budgets with them, and of XLA's own pass.
+
+        A named policy is a comparison only: its decisions are among those that a plan can make.
+        """
+        known = (*self.planner.plans_so_far(), *self.planner.own_pass_so_far())
+        fitting = [each for each in known if each.fits(self.limit)]
         if fitting:
             return min(fitting, key=lambda each: (each.seconds, each.need_bytes))
         return min(self.planner.plans_so_far(), key=lambda each: (each.need_bytes, each.seconds))
@@ -197,6 +210,7 @@ def _answer(planner: Planner, limit: int | None, best: Candidate, search: _Searc
         tried=tuple(_tried(each, budget) for each in search.tried),
         best_policy=_tried(policy, budget) if policy else None,
         reasons=reasons_for(best, policy, search.tried, limit),
+        compiler_options=dict(best.options),
     )
 
 

@@ -21,6 +21,7 @@ class Compiled:
 
     Attributes:
       need_bytes: what it allocates on the device, its constants with it.
+      fixed_bytes: of that, its arguments and results, donated ones once.
       host_bytes: what it allocates in host memory.
       prediction: of its time, from the scheduled program.
       explanation: what is alive at its live peak.
@@ -30,6 +31,7 @@ class Compiled:
     """
 
     need_bytes: int
+    fixed_bytes: int
     host_bytes: int
     prediction: Prediction
     explanation: Explanation
@@ -57,6 +59,7 @@ def read_compiled(step: CompiledStep) -> Compiled:
     blocks, update, other = _peaks(line) if line.events else (need, need, need)
     return Compiled(
         need_bytes=need,
+        fixed_bytes=step.memory.argument + step.memory.output - step.memory.alias,
         host_bytes=step.memory.host_temp,
         prediction=predict(program.module, step.traced.target.chip),
         explanation=program.explanation,

@@ -142,6 +142,8 @@ class Plan:
         counted.
       tried: all that was compiled, in that order; best_policy: the fastest named policy that fits, None when none does.
       reasons: sentences: what bounds the need, what the plan gains and by what.
+      compiler_options: what `jax.jit(step, compiler_options=...)` has to be given with it, mostly nothing: XLA's own
+        pass, where nothing else is as fast, is told its limit there.
     """
 
     workload: str
@@ -161,6 +163,7 @@ class Plan:
     best_policy: Tried | None = None
     reasons: tuple[str, ...] = ()
     outside_flops: int | None = None
+    compiler_options: Mapping[str, str] = field(default_factory=dict)
     version: int = field(default=VERSION)
 
     def __hash__(self) -> int:

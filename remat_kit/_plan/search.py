@@ -13,6 +13,7 @@ from remat_kit._plan.graph import Graph
 from remat_kit._plan.layout import Instance, Site
 from remat_kit._plan.measured import Compiled, NeedModel, Needs, read_compiled
 from remat_kit._plan.named import NamedBlock, applicable, solution_of
+from remat_kit._plan.own_pass import options_under
 from remat_kit._plan.solve import Solution, evaluate, frontier
 from remat_kit._plan.survey import Survey, survey, trace_with
 from remat_kit._policy import POLICIES, Policy
@@ -20,6 +21,7 @@ from remat_kit._step import Step
 from remat_kit._target import Target
 
 MOST_COMPILES = 5
+XLA_AUTO = "xla_auto"
 FACTORS = (1.0, 2.0, 4.0)
 """On what the model says that keeping a value costs: a second opinion, since how XLA fuses a write is not known."""
 
@@ -43,6 +45,7 @@ class Candidate:
       predicted_need_bytes: what the model said before; None for the first.
       error: why it could not be compiled.
       is_policy: it is a named policy, as `jax.checkpoint` runs it.
+      options: compiler options that it needs beside its decisions, as (name, value) pairs.
     """
 
     name: str
@@ -51,6 +54,7 @@ class Candidate:
     predicted_need_bytes: int | None
     error: str | None = None
     is_policy: bool = False
+    options: tuple[tuple[str, str], ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -204,9 +208,30 @@ class Planner:
             self._candidates[policy] = Candidate(policy.name, self._choice(solutions), compiled, None, error, True)
         return self._candidates[policy]
 
+    def xla_auto(self, budget: float) -> Candidate | None:
+        """XLA's own pass under a budget, on the step without checkpoints; None where it cannot be told a budget."""
+        fixed = self.needs().models[0].compiled.fixed_bytes
+        options = options_under(budget, fixed, self.target, self.options)
+        if options is None:
+            return None
+        key = XLA_AUTO, options
+        if key not in self._candidates:
+            blocks = {name: BareBlock(kind.block.flat) for name, kind in self.found.kinds.items()}
+            by_site = dict(zip(self.found.sites, self.kinds, strict=True))
+            compiled, error = self._compile(lambda instance: blocks[by_site[instance.site]], options)
+            choice = self.model_of(POLICIES["none"])
+            self._candidates[key] = Candidate(
+                XLA_AUTO, choice, compiled, None, error, is_policy=True, options=options.xla_options
+            )
+        return self._candidates[key]
+
     def named_so_far(self) -> tuple[Candidate, ...]:
         """The named policies that have been compiled."""
-        return tuple(each for each in self._candidates.values() if each.is_policy)
+        return tuple(each for each in self._candidates.values() if each.is_policy and not each.options)
+
+    def own_pass_so_far(self) -> tuple[Candidate, ...]:
+        """XLA's own pass under the budgets for which it has been compiled."""
+        return tuple(each for each in self._candidates.values() if each.options)
 
     def plans_so_far(self) -> tuple[Candidate, ...]:
         """The decisions that have been compiled."""
@@ -232,12 +257,14 @@ class Planner:
             found[site] = known[key]
         return found
 
-    def _compile(self, choose_block: Callable[[Instance], Any]) -> tuple[Compiled | None, str | None]:
+    def _compile(
+        self, choose_block: Callable[[Instance], Any], options: CompileOptions | None = None
+    ) -> tuple[Compiled | None, str | None]:
         self.compiles += 1
         try:
             sites = self.found.sites
             traced = trace_with(self.step, self.target, lambda _: sites, choose_block)
-            return read_compiled(compile_step(traced, self.options)), None
+            return read_compiled(compile_step(traced, options or self.options)), None
         except CompileError as error:
             return None, str(error)
 

@@ -19,6 +19,9 @@ def render(plan: Plan) -> str:
     if plan.budget_bytes is not None and plan.margin_bytes is not None:
         lines += [row("budget", format_bytes(plan.budget_bytes))]
         lines += [row("left" if plan.margin_bytes >= 0 else "missing", format_bytes(abs(plan.margin_bytes)))]
+    if plan.compiler_options:
+        told = " ".join(f"{name}={value}" for name, value in plan.compiler_options.items())
+        lines += [row("compiler options", told)]
     if plan.host_bytes:
         lines += [row("on the host (compiled)", format_bytes(plan.host_bytes))]
     lines += [row("step time (predicted)", format_seconds(plan.step_s))]
