@@ -28,6 +28,7 @@ ORDER = (
     "_wrap",
     "_scopes",
     "_step",
+    "_sharding",
     "_explanation",
     "_record",
     "_jaxpr",
