@@ -38,14 +38,14 @@ Axes = tuple[str | None, str | None]
 
 INTO_HEADS, OUT_OF_HEADS = ("embed", "heads"), ("heads", "embed")
 INTO_MLP, OUT_OF_MLP = ("embed", "mlp"), ("mlp", "embed")
-HIDDEN = ("batch", "sequence", "mlp")
+HEADS, HIDDEN = ("batch", "sequence", "heads", None), ("batch", "sequence", "mlp")
 
 
 def residual(x_BTD: jax.Array, config: TransformerConfig) -> jax.Array:
     """`x_BTD` itself, on a mesh cut as the residual stream is.
 
     Of a product with a matrix that is cut along its rows this is where its parts are summed: over tensor, an
-    all-reduce, or a reduce-scatter with `sequence_parallel`.
+    all-reduce, or a reduce-scatter with `sequence_parallel`. Of a norm it says that the cast comes before the gather.
     """
     return constrain(x_BTD, "batch", "residual_sequence", "embed", sequence_parallel=config.sequence_parallel)
 
@@ -106,6 +106,7 @@ def naive_attention(
     S, K = k_BSKC.shape[1:3]
     q_BTKGC = q_BTHC.reshape(B, T, K, H // K, C)
     scores_BHTS = jnp.einsum("BTKGC,BSKC->BKGTS", q_BTKGC, k_BSKC).reshape(B, H, T, S)
+    scores_BHTS = constrain(scores_BHTS, "batch", "heads", "sequence", "sequence")
     scores_BHTS = checkpoint_name(scores_BHTS, names.SCORES)
     dtype = at_least_float32(scores_BHTS.dtype)
     # The mask is added, not selected by: addition keeps nothing for backward.
@@ -134,7 +135,7 @@ def attend(q_BTHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, config: Tran
         context_BTHC = fused_attention(q_BTHC, k_BSKC, v_BSKC, config.platform, config.causal)
     else:
         context_BTHC = naive_attention(q_BTHC, k_BSKC, v_BSKC, drop, config.causal)
-    return checkpoint_name(context_BTHC, names.CONTEXT)
+    return checkpoint_name(constrain(context_BTHC, *HEADS), names.CONTEXT)
 
 
 def residual_std(config: TransformerConfig) -> float:
@@ -209,7 +210,7 @@ class Attention(nnx.Module):
         B, T, _ = x_BTD.shape
         x_BTD = whole(x_BTD)
         q_BTHC, k_BTKC, v_BTKC = (
-            constrain(project(x_BTD).reshape(B, T, -1, config.head_width), "batch", "sequence", "heads", None)
+            constrain(project(x_BTD).reshape(B, T, -1, config.head_width), *HEADS)
             for project in (self.query, self.key, self.value)
         )
         if config.style == "llama":
@@ -232,7 +233,7 @@ class MLP(nnx.Module):
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """[B, T, D], before dropout and the residual sum."""
         up_BTF = checkpoint_name(constrain(self.up(whole(x_BTD)), *HIDDEN), names.MLP_UP)
-        hidden_BTF = checkpoint_name(jax.nn.gelu(up_BTF, approximate=True), names.MLP_HIDDEN)
+        hidden_BTF = checkpoint_name(constrain(jax.nn.gelu(up_BTF, approximate=True), *HIDDEN), names.MLP_HIDDEN)
         return checkpoint_name(residual(self.down(hidden_BTF), self.config), names.MLP_DOWN)
 
 
@@ -250,7 +251,7 @@ class GatedMLP(nnx.Module):
         x_BTD = whole(x_BTD)
         gate_BTF = checkpoint_name(constrain(self.gate(x_BTD), *HIDDEN), names.MLP_GATE)
         up_BTF = checkpoint_name(constrain(self.up(x_BTD), *HIDDEN), names.MLP_GATED_UP)
-        hidden_BTF = checkpoint_name(jax.nn.silu(gate_BTF) * up_BTF, names.MLP_HIDDEN)
+        hidden_BTF = checkpoint_name(constrain(jax.nn.silu(gate_BTF) * up_BTF, *HIDDEN), names.MLP_HIDDEN)
         return checkpoint_name(residual(self.down(hidden_BTF), self.config), names.MLP_DOWN)
 
 
@@ -276,10 +277,10 @@ class Block(nnx.Module):
         if rate or self.config.attention_dropout:
             key = jax.random.fold_in(key, layer)
         x_BTD = checkpoint_name(residual(x_BTD, self.config), names.BLOCK_INPUT)
-        normal_BTD = checkpoint_name(self.attention_norm(x_BTD), names.ATTENTION_NORM)
+        normal_BTD = checkpoint_name(residual(self.attention_norm(x_BTD), self.config), names.ATTENTION_NORM)
         out_BTD = self.attention(normal_BTD, fold_in_if(self.config.attention_dropout, key, 0))
         x_BTD = x_BTD + dropout(out_BTD, rate, fold_in_if(rate, key, 1))
-        normal_BTD = checkpoint_name(self.mlp_norm(x_BTD), names.MLP_NORM)
+        normal_BTD = checkpoint_name(residual(self.mlp_norm(x_BTD), self.config), names.MLP_NORM)
         return x_BTD + dropout(self.mlp(normal_BTD), rate, fold_in_if(rate, key, 2))
 
 

@@ -54,7 +54,7 @@ class Transformer(nnx.Module):
         """Logits [B, T, V] in the compute dtype; `key` is a typed key for all dropout of the step."""
         x_BTD = self.embed(tokens_BT, key)
         x_BTD, _ = run_blocks(self.blocks, self.config, x_BTD, lambda block, x, number: (block(x, number, key), None))
-        x_BTD = whole(self.final_norm(residual(x_BTD, self.config)))
+        x_BTD = whole(residual(self.final_norm(residual(x_BTD, self.config)), self.config))
         with jax.named_scope("head"):
             head_DV = self.embedding[...].T if self.head is None else self.head[...]
             head_DV = use(head_DV, x_BTD.dtype, "embed", "vocabulary")
@@ -63,7 +63,8 @@ class Transformer(nnx.Module):
     def embed(self, tokens_BT: jax.Array, key: jax.Array) -> jax.Array:
         """The input of the first block, [B, T, D] in the compute dtype."""
         with jax.named_scope("embedding"):
-            x_BTD = use(self.embedding[...], self.embedding.dtype, "vocabulary", "embed")[tokens_BT]
+            x_VD = use(self.embedding[...], self.embedding.dtype, "vocabulary", "embed")
+            x_BTD = whole(x_VD[tokens_BT])  # a device looks up what is in its part, and the parts are summed
             if self.positions is not None:
                 x_BTD = x_BTD + use(self.positions[...], self.positions.dtype, "sequence", "embed")
             x_BTD = residual(x_BTD.astype(self.config.compute_dtype), self.config)

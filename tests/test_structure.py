@@ -30,6 +30,7 @@ ORDER = (
     "_step",
     "_sharding",
     "_explanation",
+    "_communication",
     "_record",
     "_jaxpr",
     "_saved",

@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Iterable
 
 from remat_kit._record import Record
-from remat_kit._report import explanation, rows
+from remat_kit._report import communication, explanation, rows
 from remat_kit._report.layout import WIDTH, row
 from remat_kit._units import MiB, format_bytes, format_flops, format_seconds
 
@@ -25,7 +25,7 @@ def render(record: Record) -> str:
     lines += [f"  {detail}" for detail in details if detail]
     if record.error:
         lines += ["", f"FAILED: {record.error}"]
-    for section in (_need, _live_peak, _effect, _saved, _flops, _predicted, _measured, _closing):
+    for section in (_need, _live_peak, _effect, _saved, _flops, _predicted, communication.lines, _measured, _closing):
         body = list(section(record))
         if body:
             lines += ["", *body]
