@@ -35,8 +35,8 @@ class Record:
     Where a figure comes from is part of its name or of this list:
       compiled (XLA's buffer assignment): argument_bytes, output_bytes, alias_bytes, temp_bytes,
         host_*_bytes, need_bytes; and, by replaying its heap trace, live_peak_bytes, live_peak_phase, categories.
-      counted on the jaxpr (exact for matmuls, convolutions and fused attention, which is all that is
-        counted): saved_bytes, saved_bytes_per_block, model_flops, step_flops, recompute_flops.
+      counted on the jaxpr, of all devices of a mesh together (exact for matmuls, convolutions and fused attention,
+        which is all that is counted): saved_bytes, saved_bytes_per_block, model_flops, step_flops, recompute_flops.
       predicted (a roofline, a model): predicted_step_s, predicted_breakdown_s, recompute_hidden_s, recompute_exposed_s.
       measured (on an attached device): measured_step_s, measured_peak_bytes.
     """

@@ -18,23 +18,36 @@ def lines(record: Record) -> Iterable[str]:
     if not shown:
         return
     yield "Collectives (compiled; bytes that one device hands in each time; seconds of a step predicted)"
-    yield from table(_columns(shown[:MOST]))
+    yield from table(columns(shown[:MOST]))
     if len(shown) > MOST:
         yield f"  and {len(shown) - MOST} kinds more, {sum(each.count for each in shown[MOST:]):,} a step"
+    for name, value, note in sums(record):
+        yield row(name, value, note)
+
+
+def sums(record: Record) -> list[tuple[str, str, str]]:
+    """Name, value and note of each sum over all collectives, and of the recomputation that they hide."""
+    shown = record.collectives
     total, again = sum(each.count for each in shown), sum(each.count for each in shown if each.again)
-    yield row("= a step", f"{total:,}", f"{again:,} of them again, to recompute")
+    found = [("= a step", f"{total:,}", f"{again:,} of them again, to recompute")]
     seconds = [each.seconds for each in shown if each.seconds is not None]
     exposed = [each.exposed_s for each in shown if each.exposed_s is not None]
     if seconds:
-        yield row("taking", rows.seconds_text(sum(seconds)), f"{rows.seconds_text(sum(exposed))} not behind kernels")
+        waited = f"{rows.seconds_text(sum(exposed))} of it exposed, the rest behind kernels"
+        found.append(("  taking", rows.seconds_text(sum(seconds)), waited))
     if record.recompute_hidden_s is not None and record.recompute_exposed_s is not None:
         both = record.recompute_hidden_s + record.recompute_exposed_s
-        yield row("recomputing kernels", rows.seconds_text(both), "predicted")
-        yield row("  while a collective is under way", rows.seconds_text(record.recompute_hidden_s), "hidden by it")
-        yield row("  while none is", rows.seconds_text(record.recompute_exposed_s), "exposed")
+        found += [
+            ("kernels that recompute", rows.seconds_text(both), ""),
+            ("  while a collective is under way", rows.seconds_text(record.recompute_hidden_s), "hidden behind it"),
+            ("  while none is", rows.seconds_text(record.recompute_exposed_s), "not hidden"),
+        ]
+    return found
 
 
-def _columns(shown: Sequence[Collective]) -> list[TextColumn]:
+def columns(shown: Sequence[Collective]) -> list[TextColumn]:
+    """The columns of the table, a row for each of `shown`."""
+
     def column(head: str, cells: Iterable[str], right: bool = False, least: int = 1000) -> TextColumn:
         return TextColumn(head, tuple(cells), right, least)
 

@@ -71,7 +71,7 @@ def _live_peak(record: Record) -> Iterable[str]:
 def _saved(record: Record) -> Iterable[str]:
     if record.saved_bytes is None and record.saved_bytes_per_block is None:
         return
-    yield "Saved from forward to backward (counted on the jaxpr)"
+    yield f"Saved from forward to backward (counted on the jaxpr{rows.together(record)})"
     yield row("a block", rows.bytes_text(record.saved_bytes_per_block))
     yield row("the whole step", rows.bytes_text(record.saved_bytes))
     if record.saved_host_bytes:
@@ -87,7 +87,7 @@ def _effect(record: Record) -> Iterable[str]:
 def _flops(record: Record) -> Iterable[str]:
     if record.step_flops is None or record.model_flops is None or record.recompute_flops is None:
         return
-    yield "FLOPs (counted on the jaxpr: matmuls, convolutions and fused attention)"
+    yield f"FLOPs (counted on the jaxpr: matmuls, convolutions and fused attention{rows.together(record)})"
     yield row("model", format_flops(record.model_flops))
     note = "" if record.recomputed_matmuls is None else f", {record.recomputed_matmuls} matmuls"
     yield row("+ recomputed", format_flops(record.recompute_flops), f"{rows.recompute_percent(record)} of model{note}")
