@@ -61,7 +61,10 @@ def sweep(name: str, layers: int | None = None) -> int:
 
 def render() -> None:
     """Tables from the records in RESULTS."""
-    parts = ["# Policies on a mesh\n", "Rendered from the records beside this file. Bytes and times are one device's.\n"]
+    parts = [
+        "# Policies on a mesh\n",
+        "Rendered from the records beside this file. Bytes and times are one device's.\n",
+    ]
     for name, chosen in SWEEPS.items():
         path = RESULTS / f"{name}.json"
         if not path.exists():
@@ -75,7 +78,7 @@ def render() -> None:
 
 
 def collectives_table(records: list[Record]) -> str:
-    """Markdown: for each policy how often each collective runs, what of its time and of the recomputation is exposed."""
+    """Markdown: for each policy how often each collective runs, how long, and what it hides."""
     compiled = [record for record in records if not record.error]
     kinds = sorted({key for record in compiled for key in counts(record.collectives)}, key=lambda key: key[::-1])
     heads = ["policy", *(f"{kind}, {phase}" for kind, phase in kinds), "collectives", "exposed", "recompute hidden",

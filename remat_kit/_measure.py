@@ -55,7 +55,7 @@ def take_turns(
     One call each in a round, in a random order every round, so that whatever slows the machine for a while slows all
     of them, and none has always the same one before it. Two warm-up calls each do not count. It stops after `rounds`
     rounds, or after `seconds` once 5 rounds are done. `args` are used up: a step's donated arguments are replaced by
-    its outputs of the same shapes, so one state serves all steps. On a mesh they are first put where the steps want them.
+    its outputs of the same shapes, so one state serves all steps. On a mesh they are put where the steps want them.
     """
     names = list(steps)
     args = place(args, steps[names[0]].traced.args)

@@ -192,7 +192,8 @@ def test_every_parameter_has_its_axes_and_the_moments_lie_with_it(build: Any, st
             matrix or any(f"'{name}'), DictKey(key='bias'" in str(path) for name in ("query", "key", "value", "up"))
         ), path
         stacked = stack == "scan" and "'blocks'" in str(path)
-        assert len(leaf.sharding.spec) == leaf.ndim and (leaf.sharding.spec[0] is None) >= stacked
+        assert len(leaf.sharding.spec) == leaf.ndim
+        assert (leaf.sharding.spec[0] is None) >= stacked
     moments = jax.tree.leaves(state.opt_state)
     count, rest = moments[0], moments[1:]
     assert count.sharding.spec == P()

@@ -239,8 +239,11 @@ def notes(records: Sequence[Record]) -> list[str]:
         "predicted: a roofline model.",
         "standing: on the front when no other policy is better in need or step time without being worse in the other. "
         f"Needs within {NEED_TOLERANCE:.1%} and step times within {time_tolerance(records):.1%} are called equal.",
-        *(["saved/block is counted for all devices of the mesh together; needs, peaks and times are one device's."]
-          if any(map(together, records)) else []),
+        *(
+            ["saved/block is counted for all devices of the mesh together; needs, peaks and times are one device's."]
+            if any(map(together, records))
+            else []
+        ),
         *(f"{name}: {record.effect}" for name, record in _named(records) if is_without_use(record.effect)),
     ]
 
