@@ -12,8 +12,10 @@ from remat_kit._errors import WorkloadError, did_you_mean
 from remat_kit._step import Step, label_of, replacements
 from remat_kit._units import MiB, format_bytes
 
-NOTEWORTHY_BYTES = MiB
-"""Arrays below this are not worth a word when they are on every device in full."""
+_NOTEWORTHY_BYTES = MiB
+_NOTEWORTHY_SHARE = 0.05
+"""Arrays of the state that are on every device in full are worth a word when each has as many bytes as the former, and
+all of them this share of the state on a device: scales and biases are not."""
 
 
 @contextlib.contextmanager
@@ -39,7 +41,7 @@ def abstract_arguments(step: Step, devices: Mesh) -> tuple[Any, ...]:
     """
     args = jax.tree.map(_without_data, step.args)
     everywhere = NamedSharding(devices, PartitionSpec())
-    if step.shardings is None or devices.size == 1:
+    if step.shardings is None or devices.size == 1 or all(leaf.sharding for leaf in jax.tree.leaves(args)):
         return jax.tree.map(lambda leaf: _placed(leaf, everywhere), args)
     return tuple(
         _placed_argument(position, argument, spec, devices)
@@ -86,9 +88,9 @@ def sharding_warnings(step: Step, args: tuple[Any, ...], devices: Mesh) -> tuple
             f"no argument is sharded along mesh axis {axis!r}, so its {devices.shape[axis]} devices may all do the same"
         )
     kept = [each for each in used if each[0][0].idx in step.donate]  # type: ignore[union-attr]
-    whole = [(path, leaf) for path, leaf, axes in kept if not axes and _bytes(leaf) >= NOTEWORTHY_BYTES]
-    if whole and any(axes for *_, axes in kept):
-        total = sum(_bytes(leaf) for _, leaf in whole)
+    whole = [(path, leaf) for path, leaf, axes in kept if not axes and _bytes(leaf) >= _NOTEWORTHY_BYTES]
+    total, state = (sum(map(_bytes, leaves)) for leaves in ([leaf for _, leaf in whole], [leaf for _, leaf, _ in kept]))
+    if total > _NOTEWORTHY_SHARE * state and any(axes for *_, axes in kept):
         labels = sorted({label_of(path, step.labels) for path, _ in whole})
         first = jax.tree_util.keystr(whole[0][0][1:])
         found.append(
@@ -177,7 +179,8 @@ def _placed(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDty
 
 
 def _bytes(leaf: Any) -> int:
-    return leaf.size * leaf.dtype.itemsize
+    """On one device."""
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
 
 def _axes_of(leaf: Any) -> frozenset[str]:

@@ -44,7 +44,7 @@ MLP_GATE = "mlpwi_0"
 MLP_GATED_UP = "mlpwi_1"
 MLP_HIDDEN = "mlp_hidden"
 MLP_DOWN = "mlpwo"
-WEIGHTS = "weights"
+WEIGHTS = "gathered_weights"
 
 VOCABULARY: tuple[TensorName, ...] = (
     TensorName(BLOCK_INPUT, "BTD", "the block's input, the residual stream"),

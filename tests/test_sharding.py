@@ -1,5 +1,6 @@
 """Where a step's arguments lie on a mesh: specs spread over pytrees, and one clear error for each that does not fit."""
 
+import dataclasses
 import re
 from typing import Any
 
@@ -108,6 +109,31 @@ def test_arrays_of_the_state_that_are_on_every_device_are_named() -> None:
     assert re.search(
         r"1 arrays of params \(4\.00 MiB\) are on every device in full .* e\.g\. \['second'\]; shard", warning
     )
+
+
+def test_small_arrays_of_a_large_state_are_not_named() -> None:
+    devices = mesh(fsdp=8)
+    state = {"matrix": jax.ShapeDtypeStruct((8, 64, 1024, 1024), jnp.float32)}
+    state["scale"] = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)  # 4 MiB beside 256 on a device
+    given = ({"matrix": P("fsdp"), "scale": None},)
+    one = Step(lambda state: state, (state,), (0,), shardings=given)
+    assert sharding_warnings(one, abstract_arguments(one, devices), devices) == ()
+
+
+def test_a_step_is_traced_once_and_what_it_gives_is_told_where_to_lie() -> None:
+    hlo_samples.skip_without_plugin()
+    calls = []
+
+    def fn(params: Any, batch: jax.Array) -> tuple[Any, jax.Array]:
+        calls.append(jax.sharding.get_abstract_mesh().shape)
+        return jax.tree.map(lambda leaf: leaf * 2, params), batch.sum()
+
+    one = step(GIVEN)
+    target = get_target("h100-sxm-80gb", "fsdp=2,tensor=4")
+    traced = trace(dataclasses.replace(one, fn=fn), target)
+    assert [dict(shape) for shape in calls] == [{"fsdp": 2, "tensor": 4}]
+    assert jax.sharding.get_abstract_mesh().empty
+    assert traced.warnings == ()
 
 
 def test_an_axis_that_shards_nothing_is_named() -> None:

@@ -81,7 +81,7 @@ def _place(found: Anatomy, at: Instruction) -> tuple[str, str]:
     """Phase and module path of a collective."""
     structure = found.structure
     path = "/".join(found.attributor.origins.of(at).path)
-    return structure.phases.get(at.id, "unknown"), starred(path, structure.blocks.get(at.id, ""))
+    return structure.phases.get(at.id) or at.phase, starred(path, structure.blocks.get(at.id, ""))
 
 
 def _shape(collective: Instruction) -> str:
