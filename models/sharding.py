@@ -68,8 +68,9 @@ def constrain(x: jax.Array, *axes: str | None, sequence_parallel: bool = False) 
 def use(parameter: jax.Array, dtype: jax.typing.DTypeLike, *axes: str | None) -> jax.Array:
     """A parameter with the logical `axes`, cast to `dtype` for its use.
 
-    On a mesh that cuts it, it is cast where it lies, and its gradient lies there too. With the axis fsdp it is then gathered, and the
-    gathered one is tagged `names.WEIGHTS`, so that a policy can keep it; its gradient is summed over the devices.
+    On a mesh that cuts it, it is cast where it lies, and its gradient lies there too. With the axis fsdp it is then
+    gathered, and the gathered one is tagged `names.WEIGHTS`, so that a policy can keep it; its gradient is summed over
+    the devices.
     """
     cast, mesh = parameter.astype(dtype), _mesh()
     if not {FSDP, TENSOR} & mesh.keys():

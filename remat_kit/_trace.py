@@ -179,9 +179,11 @@ def device_mesh(target: Target) -> Mesh:
                 "Name a GPU instead (remat-kit targets lists them); it need not be attached."
             ) from error
         if len(devices) < target.num_devices:
+            flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={target.num_devices}"
+            more = f"set {flag} before JAX starts, " * (target.chip.platform == "cpu")
             raise TargetError(
                 f"the mesh {dict(target.mesh)} needs {target.num_devices} devices, {len(devices)} are attached. "
-                "Use a smaller mesh, or name a GPU, of which there can be any number."
+                f"Use a smaller mesh, {more}or name a GPU, of which there can be any number."
             )
         # As `topologies.make_mesh` does it: the same step must trace alike for a described target and here.
         kinds = (AxisType.Auto,) * len(names)

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from models import transformer
 from models.config import ConfigError, configure
 from models.sharding import PARAMETERS, check_mesh, parameter_spec
-from remat_kit import Step, WorkloadError, get_policy, get_target, trace
+from remat_kit import Step, TargetError, WorkloadError, get_policy, get_target, trace
 from remat_kit._sharding import abstract_arguments, result_shardings, sharding_warnings
 from remat_kit._step import replacements
 
@@ -147,6 +147,13 @@ def test_a_step_without_shardings_is_done_in_full_by_every_device() -> None:
     devices = mesh(fsdp=2)
     (warning,) = sharding_warnings(step(None), abstract_arguments(step(None), devices), devices)
     assert "every argument is replicated on all 2 devices" in warning
+
+
+def test_a_mesh_of_more_devices_than_there_are_is_refused() -> None:
+    with pytest.raises(
+        TargetError, match=r"needs 512 devices, \d+ are attached\. Use a smaller mesh, set XLA_FLAGS=--xla_"
+    ):
+        trace(step(None), get_target("cpu", "data=512"))
 
 
 # The reference models
