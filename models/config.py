@@ -47,6 +47,8 @@ class TransformerConfig:
       param_dtype: of the parameters that the optimizer updates, and of its moments.
       optimizer: "adamw" or "sgd" (no state per parameter).
       platform: "cpu" or "cuda": which kernel fused attention is ("xla" or "cudnn").
+      sequence_parallel: on a mesh with the axis tensor, cut the activations between the tensor-parallel products along
+        the sequence.
     """
 
     style: str
@@ -69,6 +71,7 @@ class TransformerConfig:
     param_dtype: str = "float32"
     optimizer: str = "adamw"
     platform: str = "cpu"
+    sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
         check_word("style", self.style, STYLES)
@@ -84,6 +87,8 @@ class TransformerConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
                 raise ConfigError(f"{name} is {value!r}. It must be at least 0 and below 1: give 0 to switch it off.")
+        if not isinstance(self.sequence_parallel, bool):
+            raise ConfigError(f"sequence_parallel is {self.sequence_parallel!r}. Give true or false.")
         self._check_heads()
         if self.attention == "fused":
             self._check_fused()

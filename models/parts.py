@@ -23,6 +23,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from models.config import TransformerConfig
+from models.sharding import constrain, use
 from remat_kit import names
 
 EPSILON = 1e-5
@@ -30,6 +31,32 @@ EPSILON = 1e-5
 
 INIT_STD = 0.02
 """Standard deviation of initial weights; projections into the residual stream have it over sqrt(2·layers)."""
+
+
+Axes = tuple[str | None, str | None]
+"""Logical axes of a matrix, see `models.sharding`."""
+
+INTO_HEADS, OUT_OF_HEADS = ("embed", "heads"), ("heads", "embed")
+INTO_MLP, OUT_OF_MLP = ("embed", "mlp"), ("mlp", "embed")
+HEADS, HIDDEN = ("batch", "sequence", "heads", None), ("batch", "sequence", "mlp")
+
+
+def residual(x_BTD: jax.Array, config: TransformerConfig) -> jax.Array:
+    """`x_BTD` itself, on a mesh cut as the residual stream is.
+
+    Of a product with a matrix that is cut along its rows this is where its parts are summed: over tensor, an
+    all-reduce, or a reduce-scatter with `sequence_parallel`. Of a norm it says that the cast comes before the gather.
+    """
+    return constrain(x_BTD, "batch", "residual_sequence", "embed", sequence_parallel=config.sequence_parallel)
+
+
+def whole(x_BTD: jax.Array) -> jax.Array:
+    """`x_BTD` itself, on a mesh with every position and all of the width on each device of tensor.
+
+    Before a matrix that is cut along its columns: an all-gather with `sequence_parallel`. Its gradient is summed over
+    tensor here.
+    """
+    return constrain(x_BTD, "batch", "sequence", "embed")
 
 
 def at_least_float32(dtype: jax.typing.DTypeLike) -> jnp.dtype:
@@ -79,6 +106,7 @@ def naive_attention(
     S, K = k_BSKC.shape[1:3]
     q_BTKGC = q_BTHC.reshape(B, T, K, H // K, C)
     scores_BHTS = jnp.einsum("BTKGC,BSKC->BKGTS", q_BTKGC, k_BSKC).reshape(B, H, T, S)
+    scores_BHTS = constrain(scores_BHTS, "batch", "heads", "sequence", "sequence")
     scores_BHTS = checkpoint_name(scores_BHTS, names.SCORES)
     dtype = at_least_float32(scores_BHTS.dtype)
     # The mask is added, not selected by: addition keeps nothing for backward.
@@ -107,7 +135,7 @@ def attend(q_BTHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, config: Tran
         context_BTHC = fused_attention(q_BTHC, k_BSKC, v_BSKC, config.platform, config.causal)
     else:
         context_BTHC = naive_attention(q_BTHC, k_BSKC, v_BSKC, drop, config.causal)
-    return checkpoint_name(context_BTHC, names.CONTEXT)
+    return checkpoint_name(constrain(context_BTHC, *HEADS), names.CONTEXT)
 
 
 def residual_std(config: TransformerConfig) -> float:
@@ -133,7 +161,8 @@ class LayerNorm(nnx.Module):
         centred_BTD = wide_BTD - wide_BTD.mean(axis=-1, keepdims=True)
         variance_BT1 = jnp.square(centred_BTD).mean(axis=-1, keepdims=True)
         normal_BTD = centred_BTD * jax.lax.rsqrt(variance_BT1 + EPSILON)
-        return (normal_BTD * self.scale[...] + self.bias[...]).astype(x_BTD.dtype)
+        scale_D, bias_D = (use(each[...], each.dtype, "embed") for each in (self.scale, self.bias))
+        return (normal_BTD * scale_D + bias_D).astype(x_BTD.dtype)
 
 
 class RMSNorm(nnx.Module):
@@ -146,20 +175,22 @@ class RMSNorm(nnx.Module):
         """[B, T, D] of the same dtype."""
         wide_BTD = x_BTD.astype(at_least_float32(x_BTD.dtype))
         square_BT1 = jnp.square(wide_BTD).mean(axis=-1, keepdims=True)
-        return (wide_BTD * jax.lax.rsqrt(square_BT1 + EPSILON) * self.scale[...]).astype(x_BTD.dtype)
+        scale_D = use(self.scale[...], self.scale.dtype, "embed")
+        return (wide_BTD * jax.lax.rsqrt(square_BT1 + EPSILON) * scale_D).astype(x_BTD.dtype)
 
 
 class Dense(nnx.Module):
-    """`x @ kernel`, plus a bias in style "gpt"."""
+    """`x @ kernel`, plus a bias in style "gpt". `axes` are the logical axes of the kernel, see `models.sharding`."""
 
-    def __init__(self, inputs: int, outputs: int, config: TransformerConfig, std: float, *, rngs: nnx.Rngs):
+    def __init__(self, inputs: int, outputs: int, config: TransformerConfig, std: float, axes: Axes, *, rngs: nnx.Rngs):
+        self.axes = axes
         self.kernel = normal_param((inputs, outputs), std, config, rngs)
         self.bias = nnx.Param(jnp.zeros(outputs, config.param_dtype)) if config.style == "gpt" else None
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """[B, T, E] of the dtype of `x_BTD`."""
-        y_BTE = x_BTD @ self.kernel[...].astype(x_BTD.dtype)
-        return y_BTE if self.bias is None else y_BTE + self.bias[...].astype(x_BTD.dtype)
+        y_BTE = x_BTD @ use(self.kernel[...], x_BTD.dtype, *self.axes)
+        return y_BTE if self.bias is None else y_BTE + use(self.bias[...], x_BTD.dtype, self.axes[1])
 
 
 class Attention(nnx.Module):
@@ -168,54 +199,60 @@ class Attention(nnx.Module):
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.config = config
         kv_width = config.kv_heads * config.head_width
-        self.query = Dense(config.width, config.width, config, INIT_STD, rngs=rngs)
-        self.key = Dense(config.width, kv_width, config, INIT_STD, rngs=rngs)
-        self.value = Dense(config.width, kv_width, config, INIT_STD, rngs=rngs)
-        self.out = Dense(config.width, config.width, config, residual_std(config), rngs=rngs)
+        self.query = Dense(config.width, config.width, config, INIT_STD, INTO_HEADS, rngs=rngs)
+        self.key = Dense(config.width, kv_width, config, INIT_STD, INTO_HEADS, rngs=rngs)
+        self.value = Dense(config.width, kv_width, config, INIT_STD, INTO_HEADS, rngs=rngs)
+        self.out = Dense(config.width, config.width, config, residual_std(config), OUT_OF_HEADS, rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array, key: jax.Array) -> jax.Array:
         """[B, T, D], before dropout and the residual sum; `key` is for dropout on the probabilities."""
         config = self.config
         B, T, _ = x_BTD.shape
-        q_BTHC = self.query(x_BTD).reshape(B, T, config.heads, config.head_width)
-        k_BTKC = self.key(x_BTD).reshape(B, T, config.kv_heads, config.head_width)
-        v_BTKC = self.value(x_BTD).reshape(B, T, config.kv_heads, config.head_width)
+        x_BTD = whole(x_BTD)
+        q_BTHC, k_BTKC, v_BTKC = (
+            constrain(project(x_BTD).reshape(B, T, -1, config.head_width), *HEADS)
+            for project in (self.query, self.key, self.value)
+        )
         if config.style == "llama":
             q_BTHC = rotary(q_BTHC, config.rotary_base)
             k_BTKC = rotary(k_BTKC, config.rotary_base)
         drop = partial(dropout, rate=config.attention_dropout, key=key)
         context_BTHC = attend(q_BTHC, k_BTKC, v_BTKC, config, drop)
-        return checkpoint_name(self.out(context_BTHC.reshape(B, T, config.width)), names.OUT)
+        out_BTD = residual(self.out(context_BTHC.reshape(B, T, config.width)), config)
+        return checkpoint_name(out_BTD, names.OUT)
 
 
 class MLP(nnx.Module):
     """Two projections with GELU (the tanh form of GPT-2) between them."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
-        self.up = Dense(config.width, config.mlp_width, config, INIT_STD, rngs=rngs)
-        self.down = Dense(config.mlp_width, config.width, config, residual_std(config), rngs=rngs)
+        self.config = config
+        self.up = Dense(config.width, config.mlp_width, config, INIT_STD, INTO_MLP, rngs=rngs)
+        self.down = Dense(config.mlp_width, config.width, config, residual_std(config), OUT_OF_MLP, rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """[B, T, D], before dropout and the residual sum."""
-        up_BTF = checkpoint_name(self.up(x_BTD), names.MLP_UP)
-        hidden_BTF = checkpoint_name(jax.nn.gelu(up_BTF, approximate=True), names.MLP_HIDDEN)
-        return checkpoint_name(self.down(hidden_BTF), names.MLP_DOWN)
+        up_BTF = checkpoint_name(constrain(self.up(whole(x_BTD)), *HIDDEN), names.MLP_UP)
+        hidden_BTF = checkpoint_name(constrain(jax.nn.gelu(up_BTF, approximate=True), *HIDDEN), names.MLP_HIDDEN)
+        return checkpoint_name(residual(self.down(hidden_BTF), self.config), names.MLP_DOWN)
 
 
 class GatedMLP(nnx.Module):
     """SwiGLU: three projections, SiLU of the gate times the up projection between them."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
-        self.gate = Dense(config.width, config.mlp_width, config, INIT_STD, rngs=rngs)
-        self.up = Dense(config.width, config.mlp_width, config, INIT_STD, rngs=rngs)
-        self.down = Dense(config.mlp_width, config.width, config, residual_std(config), rngs=rngs)
+        self.gate = Dense(config.width, config.mlp_width, config, INIT_STD, INTO_MLP, rngs=rngs)
+        self.config = config
+        self.up = Dense(config.width, config.mlp_width, config, INIT_STD, INTO_MLP, rngs=rngs)
+        self.down = Dense(config.mlp_width, config.width, config, residual_std(config), OUT_OF_MLP, rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """[B, T, D], before dropout and the residual sum."""
-        gate_BTF = checkpoint_name(self.gate(x_BTD), names.MLP_GATE)
-        up_BTF = checkpoint_name(self.up(x_BTD), names.MLP_GATED_UP)
-        hidden_BTF = checkpoint_name(jax.nn.silu(gate_BTF) * up_BTF, names.MLP_HIDDEN)
-        return checkpoint_name(self.down(hidden_BTF), names.MLP_DOWN)
+        x_BTD = whole(x_BTD)
+        gate_BTF = checkpoint_name(constrain(self.gate(x_BTD), *HIDDEN), names.MLP_GATE)
+        up_BTF = checkpoint_name(constrain(self.up(x_BTD), *HIDDEN), names.MLP_GATED_UP)
+        hidden_BTF = checkpoint_name(constrain(jax.nn.silu(gate_BTF) * up_BTF, *HIDDEN), names.MLP_HIDDEN)
+        return checkpoint_name(residual(self.down(hidden_BTF), self.config), names.MLP_DOWN)
 
 
 class Block(nnx.Module):
@@ -239,11 +276,11 @@ class Block(nnx.Module):
         rate = self.config.dropout
         if rate or self.config.attention_dropout:
             key = jax.random.fold_in(key, layer)
-        x_BTD = checkpoint_name(x_BTD, names.BLOCK_INPUT)
-        normal_BTD = checkpoint_name(self.attention_norm(x_BTD), names.ATTENTION_NORM)
+        x_BTD = checkpoint_name(residual(x_BTD, self.config), names.BLOCK_INPUT)
+        normal_BTD = checkpoint_name(residual(self.attention_norm(x_BTD), self.config), names.ATTENTION_NORM)
         out_BTD = self.attention(normal_BTD, fold_in_if(self.config.attention_dropout, key, 0))
         x_BTD = x_BTD + dropout(out_BTD, rate, fold_in_if(rate, key, 1))
-        normal_BTD = checkpoint_name(self.mlp_norm(x_BTD), names.MLP_NORM)
+        normal_BTD = checkpoint_name(residual(self.mlp_norm(x_BTD), self.config), names.MLP_NORM)
         return x_BTD + dropout(self.mlp(normal_BTD), rate, fold_in_if(rate, key, 2))
 
 

@@ -7,6 +7,9 @@ sizes have a matrix of their own. In style "gpt" there is a table of learned pos
 embedding.
 """
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -21,8 +24,11 @@ from models.parts import (
     fold_in_if,
     make_blocks,
     normal_param,
+    residual,
     run_blocks,
+    whole,
 )
+from models.sharding import constrain, shardings, use
 from models.train import Batch, Params, build_step, cross_entropy, split_model
 from remat_kit import Policy, Step, remat
 
@@ -48,18 +54,20 @@ class Transformer(nnx.Module):
         """Logits [B, T, V] in the compute dtype; `key` is a typed key for all dropout of the step."""
         x_BTD = self.embed(tokens_BT, key)
         x_BTD, _ = run_blocks(self.blocks, self.config, x_BTD, lambda block, x, number: (block(x, number, key), None))
-        x_BTD = self.final_norm(x_BTD)
+        x_BTD = whole(residual(self.final_norm(residual(x_BTD, self.config)), self.config))
         with jax.named_scope("head"):
             head_DV = self.embedding[...].T if self.head is None else self.head[...]
-            return x_BTD @ head_DV.astype(x_BTD.dtype)
+            head_DV = use(head_DV, x_BTD.dtype, "embed", "vocabulary")
+            return constrain(x_BTD @ head_DV, "batch", "sequence", "vocabulary")
 
     def embed(self, tokens_BT: jax.Array, key: jax.Array) -> jax.Array:
         """The input of the first block, [B, T, D] in the compute dtype."""
         with jax.named_scope("embedding"):
-            x_BTD = self.embedding[...][tokens_BT]
+            x_VD = use(self.embedding[...], self.embedding.dtype, "vocabulary", "embed")
+            x_BTD = whole(x_VD[tokens_BT])  # a device looks up what is in its part, and the parts are summed
             if self.positions is not None:
-                x_BTD = x_BTD + self.positions[...]
-            x_BTD = x_BTD.astype(self.config.compute_dtype)
+                x_BTD = x_BTD + use(self.positions[...], self.positions.dtype, "sequence", "embed")
+            x_BTD = residual(x_BTD.astype(self.config.compute_dtype), self.config)
             # The blocks fold in 0 to layers - 1.
             return dropout(x_BTD, self.config.dropout, fold_in_if(self.config.dropout, key, self.config.layers))
 
@@ -85,7 +93,8 @@ def build(config: TransformerConfig, policy: str | Policy) -> Step:
         model = nnx.merge(definition, params)
         return cross_entropy(model(batch["inputs"], key), batch["targets"])
 
-    return build_step(config, init_params, loss)
+    step = build_step(config, init_params, loss)
+    return dataclasses.replace(step, shardings=functools.partial(shardings, config, step.args))
 
 
 def gpt(
@@ -107,6 +116,7 @@ def gpt(
     compute_dtype: str = "bfloat16",
     param_dtype: str = "float32",
     optimizer: str = "adamw",
+    sequence_parallel: bool = False,
     platform: str = "cpu",
 ) -> Step:
     """The training step of a GPT-2-like model, `fn(state, batch, key) -> (state, loss)`.
@@ -135,6 +145,7 @@ def gpt(
         compute_dtype=compute_dtype,
         param_dtype=param_dtype,
         optimizer=optimizer,
+        sequence_parallel=sequence_parallel,
         platform=platform,
     )
     return build(config, policy)
@@ -160,6 +171,7 @@ def llama(
     compute_dtype: str = "bfloat16",
     param_dtype: str = "float32",
     optimizer: str = "adamw",
+    sequence_parallel: bool = False,
     platform: str = "cpu",
 ) -> Step:
     """The training step of a Llama-like model, `fn(state, batch, key) -> (state, loss)`.
@@ -189,6 +201,7 @@ def llama(
         compute_dtype=compute_dtype,
         param_dtype=param_dtype,
         optimizer=optimizer,
+        sequence_parallel=sequence_parallel,
         platform=platform,
     )
     return build(config, policy)

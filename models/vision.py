@@ -112,10 +112,12 @@ class VisionTransformer(nnx.Module):
     def __init__(self, config: VisionConfig, policy: str | Policy = "none", *, rngs: nnx.Rngs):
         self.config = config
         blocks = config.blocks
-        self.embedding = Dense(config.patch**2 * config.channels, blocks.width, blocks, INIT_STD, rngs=rngs)
+        self.embedding = Dense(
+            config.patch**2 * config.channels, blocks.width, blocks, INIT_STD, (None, "embed"), rngs=rngs
+        )
         self.positions = normal_param((blocks.seq, blocks.width), INIT_STD, blocks, rngs)
         self.final_norm = LayerNorm(blocks)
-        self.head = Dense(blocks.width, config.classes, blocks, INIT_STD, rngs=rngs)
+        self.head = Dense(blocks.width, config.classes, blocks, INIT_STD, ("embed", None), rngs=rngs)
         block_class = remat(policy)(Block)
         self.blocks = make_blocks(lambda key: block_class(blocks, rngs=nnx.Rngs(params=key)), blocks, rngs)
 

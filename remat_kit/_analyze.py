@@ -69,6 +69,7 @@ def analyze(compiled: CompiledStep, workload: Workload, policy: str | Policy) ->
         assumptions=fit.assumptions,
         warnings=(*traced.warnings, *program.warnings(), *prediction.warnings),
         **program.fields(),
+        **program.communication(prediction),
     )
 
 

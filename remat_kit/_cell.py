@@ -236,7 +236,7 @@ def measure_cells(cells: Sequence[Cell]) -> Iterator[dict[str, Any]]:
         yield {"running": cell.key}
         try:
             step = compile_cell(cell, "attached")
-            check_can_repeat(step.traced.step)
+            check_can_repeat(step.traced)
             if expected is not None:
                 check_gradients(step.traced, reference, expected=expected)
         except RematKitError as error:

@@ -15,7 +15,8 @@ from remat_kit._compile import CompiledStep
 from remat_kit._errors import MeasurementError
 from remat_kit._jaxpr import least_precise
 from remat_kit._record import MeasuredTime
-from remat_kit._step import Step
+from remat_kit._sharding import mesh_of, place
+from remat_kit._step import Step, replacements
 from remat_kit._trace import TracedStep, device_mesh
 
 
@@ -54,9 +55,10 @@ def take_turns(
     One call each in a round, in a random order every round, so that whatever slows the machine for a while slows all
     of them, and none has always the same one before it. Two warm-up calls each do not count. It stops after `rounds`
     rounds, or after `seconds` once 5 rounds are done. `args` are used up: a step's donated arguments are replaced by
-    its outputs of the same shapes, so one state serves all steps.
+    its outputs of the same shapes, so one state serves all steps. On a mesh they are put where the steps want them.
     """
     names = list(steps)
+    args = place(args, steps[names[0]].traced.args)
     start, order = time.perf_counter(), random.Random(0)
     for turn in range(-2, rounds):
         order.shuffle(names)
@@ -90,37 +92,25 @@ def run_once(compiled: CompiledStep, args: tuple[Any, ...]) -> tuple[float, tupl
     return time.perf_counter() - start, _next_args(compiled.traced.step, args, outputs)
 
 
-def check_can_repeat(step: Step) -> None:
+def check_can_repeat(traced: TracedStep) -> None:
     """Raises MeasurementError when the step gives nothing back for an argument that it donates."""
-    _next_args(step, step.args, jax.eval_shape(step.fn, *step.args))
+    _next_args(traced.step, traced.args, traced.traced.out_info)
 
 
 def _next_args(step: Step, args: tuple[Any, ...], outputs: Any) -> tuple[Any, ...]:
     """`args` with each donated one, which is gone now, replaced by an output of the same structure, each used once."""
-    candidates = list(_subtrees(outputs, depth=3))
+    leaves, found = jax.tree.leaves(outputs), replacements(step, outputs)
     fresh = list(args)
     for position in step.donate:
-        wanted = _signature(step.args[position])
-        match = next((index for index, output in enumerate(candidates) if _signature(output) == wanted), None)
-        if match is None:
+        if position not in found:
             raise MeasurementError(
                 f"the step donates argument {position} and returns nothing of its shape, so it cannot run twice. "
                 "Return the new state as one output, or leave the argument out of Step.donate to measure it."
             )
-        fresh[position] = candidates.pop(match)
+        structure = jax.tree.structure(args[position])
+        first = found[position]
+        fresh[position] = jax.tree.unflatten(structure, leaves[first : first + structure.num_leaves])
     return tuple(fresh)
-
-
-def _subtrees(tree: Any, depth: int) -> Iterator[Any]:
-    """`tree` and what is in it, outermost first."""
-    yield tree
-    if depth and not jax.tree_util.all_leaves([tree]):
-        for child in jax.tree_util.tree_leaves(tree, is_leaf=lambda node: node is not tree):
-            yield from _subtrees(child, depth - 1)
-
-
-def _signature(tree: Any) -> Any:
-    return jax.tree.structure(tree), [(jnp.shape(leaf), jax.dtypes.result_type(leaf)) for leaf in jax.tree.leaves(tree)]
 
 
 def allocator_peak(compiled: CompiledStep, args: tuple[Any, ...]) -> int | None:
@@ -130,7 +120,7 @@ def allocator_peak(compiled: CompiledStep, args: tuple[Any, ...]) -> int | None:
     one highest mark since the process began. So call it in a process of its own.
     """
     device = device_mesh(compiled.traced.target).devices.flat[0]
-    jax.block_until_ready(args)
+    args = jax.block_until_ready(place(args, compiled.traced.args))
     before = (device.memory_stats() or {}).get("peak_bytes_in_use")
     jax.block_until_ready(compiled.executable(*args))
     after = (device.memory_stats() or {}).get("peak_bytes_in_use")
@@ -168,7 +158,9 @@ def loss_and_gradients(traced: TracedStep, seed: int = 0) -> Any:
             "this step has no loss_and_grads, so its gradients cannot be compared with policy none. "
             "Give Step(loss_and_grads=...), a function of the step's arguments that returns (loss, gradients)."
         )
-    return jax.device_get(jax.jit(traced.step.loss_and_grads)(*real_args(traced.step, seed)))
+    args = place(real_args(traced.step, seed), traced.args)
+    with mesh_of(device_mesh(traced.target)):
+        return jax.device_get(jax.jit(traced.step.loss_and_grads)(*args))
 
 
 def check_gradients(traced: TracedStep, reference: TracedStep, seed: int = 0, *, expected: Any = None) -> GradientCheck:

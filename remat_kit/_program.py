@@ -9,10 +9,11 @@ from typing import Any
 from remat_kit._explain import categories_at_peak, explain
 from remat_kit._explanation import UNKNOWN, Explanation
 from remat_kit._hlo.anatomy import Anatomy, anatomy
+from remat_kit._hlo.collectives import collectives, recompute_beside
 from remat_kit._hlo.heap import Heap, replay
 from remat_kit._hlo.module import Module, without_collection
 from remat_kit._hlo.proto import parse
-from remat_kit._hlo.roofline import predict
+from remat_kit._hlo.roofline import Prediction, predict
 from remat_kit._modules import choose, find_modules, read
 from remat_kit._record import Record
 from remat_kit._target import Target, judge_fit
@@ -51,6 +52,14 @@ class Program:
             known["categories"] = self.categories
             known["attributed_share"] = 1.0 - self.categories.get(UNKNOWN, 0) / peak if peak else None
             known["explanation"] = self.explanation
+        return known
+
+    def communication(self, prediction: Prediction | None) -> dict[str, Any]:
+        """What a record says of its collectives; with times where there is a prediction."""
+        known: dict[str, Any] = {"collectives": collectives(self.anatomy, prediction)}
+        if prediction is not None:
+            hidden, exposed = recompute_beside(self.anatomy, prediction)
+            known |= {"recompute_hidden_s": hidden, "recompute_exposed_s": exposed}
         return known
 
     def warnings(self) -> tuple[str, ...]:
@@ -133,4 +142,5 @@ def analyze_module(data: bytes, name: str, target: Target | None = None) -> Reco
         assumptions=fit.assumptions if fit else (),
         warnings=(*warnings, *(prediction.warnings if prediction else ())),
         **program.fields(),
+        **program.communication(prediction),
     )

@@ -1,5 +1,6 @@
 """The reasons for which a policy has no effect, each found in two records: what was found, and what to do next."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -56,8 +57,13 @@ class Pair:
         return (self.record.need_bytes or 0) - (self.base.need_bytes or 0)
 
     @property
+    def devices(self) -> int:
+        """What is counted on a jaxpr is that of all of them together; needs and peaks are those of one."""
+        return math.prod(self.record.mesh.values())
+
+    @property
     def saved_change(self) -> int | None:
-        """Bytes kept on the device from forward to backward; None where one of the rows does not tell."""
+        """Bytes kept on all devices from forward to backward; None where one of the rows does not tell."""
         return change(self.record.saved_bytes, self.base.saved_bytes)
 
     @property
@@ -73,7 +79,7 @@ class Pair:
     @property
     def is_small(self) -> bool:
         """Whether the need is the same for all that matters."""
-        saved = max(self.record.saved_bytes or 0, self.base.saved_bytes or 0)
+        saved = max(self.record.saved_bytes or 0, self.base.saved_bytes or 0) // self.devices
         is_small = abs(self.need_change) <= SMALL_NEED * (self.base.need_bytes or 0)
         return is_small and (not saved or abs(self.need_change) <= SMALL_SAVED * saved)
 
@@ -86,7 +92,8 @@ class Pair:
     def saves_less(self) -> bool:
         """Whether what is kept for backward fell by enough to be seen in the need."""
         fell = -(self.saved_change or 0)
-        return fell > SMALL_SAVED * (self.base.saved_bytes or 0) or fell > SMALL_NEED * (self.base.need_bytes or 0)
+        in_need = fell // self.devices > SMALL_NEED * (self.base.need_bytes or 0)
+        return fell > SMALL_SAVED * (self.base.saved_bytes or 0) or in_need
 
 
 def in_order(pair: Pair) -> list[str]:

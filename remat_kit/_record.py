@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from remat_kit._communication import Collective, collectives_from_json
 from remat_kit._errors import RematKitError
 from remat_kit._explanation import Checkpoint, Explanation, checkpoints_from_json, explanation_from_json
 
@@ -34,9 +35,9 @@ class Record:
     Where a figure comes from is part of its name or of this list:
       compiled (XLA's buffer assignment): argument_bytes, output_bytes, alias_bytes, temp_bytes,
         host_*_bytes, need_bytes; and, by replaying its heap trace, live_peak_bytes, live_peak_phase, categories.
-      counted on the jaxpr (exact for matmuls, convolutions and fused attention, which is all that is
-        counted): saved_bytes, saved_bytes_per_block, model_flops, step_flops, recompute_flops.
-      predicted (a roofline, a model): predicted_step_s, predicted_breakdown_s.
+      counted on the jaxpr, of all devices of a mesh together (exact for matmuls, convolutions and fused attention,
+        which is all that is counted): saved_bytes, saved_bytes_per_block, model_flops, step_flops, recompute_flops.
+      predicted (a roofline, a model): predicted_step_s, predicted_breakdown_s, recompute_hidden_s, recompute_exposed_s.
       measured (on an attached device): measured_step_s, measured_peak_bytes.
     """
 
@@ -95,6 +96,11 @@ class Record:
     predicted_step_s: float | None = None
     predicted_breakdown_s: Mapping[str, float] = field(default_factory=dict)
     """matmul, memory, collective, host_copy, launch; they add up to predicted_step_s."""
+    collectives: tuple[Collective, ...] = ()
+    """What the devices of a mesh send each other (compiled), and how long it takes (predicted)."""
+    recompute_hidden_s: float | None = None
+    """Predicted: what of the recomputation runs while a collective is under way; recompute_exposed_s is the rest."""
+    recompute_exposed_s: float | None = None
     measured_step_s: MeasuredTime | None = None
     measured_peak_bytes: int | None = None
 
@@ -137,6 +143,7 @@ class Record:
                 values["measured_step_s"] = MeasuredTime(**{k: v for k, v in dict(measured).items() if k in fields})
             if values.get("explanation") is not None:
                 values["explanation"] = explanation_from_json(values["explanation"])
+            values["collectives"] = collectives_from_json(values.get("collectives"))
             values["checkpoints"] = checkpoints_from_json(values.get("checkpoints"))
             _check_types(values)
             return Record(**values)

@@ -2,11 +2,12 @@
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from remat_kit._errors import WorkloadError, did_you_mean
 from remat_kit._policy import Policy
@@ -26,6 +27,10 @@ class Step:
         `args` are abstract.
       loss_and_grads: `loss_and_grads(*args) -> (loss, gradients)`; what a measurement compares with policy
         `none`. Without it the step's own outputs are compared.
+      shardings: where the arguments lie on a mesh of several devices: `shardings(mesh)` gives a tuple with a pytree
+        prefix of `PartitionSpec` (None: on every device in full) for each argument; or that tuple itself. A function
+        may raise a WorkloadError for a mesh that does not suit the model. `fn` is traced with the mesh set, so it can
+        use `jax.lax.with_sharding_constraint(x, PartitionSpec(...))`. A single device needs and asks for none.
     """
 
     fn: Callable[..., Any]
@@ -34,6 +39,7 @@ class Step:
     labels: Mapping[str, int | str] = field(default_factory=dict)
     init: Callable[[int], tuple[Any, ...]] | None = None
     loss_and_grads: Callable[..., Any] | None = None
+    shardings: Callable[[Any], tuple[Any, ...]] | tuple[Any, ...] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.args, tuple):
@@ -56,6 +62,36 @@ class Step:
                     f"Step.labels says that {label!r} is at {place!r}, where the arguments hold nothing."
                     f"{did_you_mean(str(place), there)} At that depth there are: {', '.join(there[:20])}."
                 )
+
+
+def replacements(step: Step, results: Any) -> dict[int, int]:
+    """Which results take the place of donated arguments: from the argument's position to the number of the first leaf
+    in `results`.
+
+    It is the outermost part of `results` with the structure, shapes and types of the argument; each part serves once.
+    A donated argument that nothing replaces is not in the answer.
+    """
+    candidates = list(_subtrees(results, 0, depth=3))
+    found = {}
+    for position in step.donate:
+        wanted = _signature(step.args[position])
+        match = next((index for index, (_, part) in enumerate(candidates) if _signature(part) == wanted), None)
+        if match is not None:
+            found[position] = candidates.pop(match)[0]
+    return found
+
+
+def _subtrees(tree: Any, start: int, depth: int) -> Iterator[tuple[int, Any]]:
+    """`tree` and what is in it, outermost first, each with the number of its first leaf."""
+    yield start, tree
+    if depth and not jax.tree_util.all_leaves([tree]):
+        for child in jax.tree_util.tree_leaves(tree, is_leaf=lambda node: node is not tree):
+            yield from _subtrees(child, start, depth - 1)
+            start += len(jax.tree.leaves(child))
+
+
+def _signature(tree: Any) -> Any:
+    return jax.tree.structure(tree), [(jnp.shape(leaf), jax.dtypes.result_type(leaf)) for leaf in jax.tree.leaves(tree)]
 
 
 def label_of(path: tuple[Any, ...], labels: Mapping[str, int | str]) -> str:

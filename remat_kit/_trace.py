@@ -19,8 +19,9 @@ from typing import Any
 
 import jax
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh
 
+from remat_kit import names
 from remat_kit._errors import PolicyError, RematKitError, TargetError
 from remat_kit._explanation import Checkpoint
 from remat_kit._jaxpr import (
@@ -37,6 +38,7 @@ from remat_kit._policy import POLICIES, Policy, Region, is_kept, lower
 from remat_kit._regions import checkpoint_regions
 from remat_kit._saved import Saved, saved_values
 from remat_kit._scopes import nnx_scopes
+from remat_kit._sharding import abstract_arguments, mesh_of, result_shardings, sharding_warnings
 from remat_kit._step import Step
 from remat_kit._target import Target
 
@@ -52,6 +54,7 @@ class TracedStep:
       step: what was traced.
       target: what it was traced for.
       traced: JAX's own Traced, from which it is lowered.
+      args: its arguments without data, each leaf with its sharding on the target's devices.
       work: matmuls and FLOPs, counted on the jaxpr.
       saved: what is kept from forward to backward, counted on the jaxpr.
       checkpoints: its checkpointed regions, found on the jaxpr.
@@ -65,6 +68,7 @@ class TracedStep:
     step: Step
     target: Target
     traced: Any
+    args: tuple[Any, ...]
     work: Work
     saved: Saved
     precision: str
@@ -80,38 +84,26 @@ def trace(step: Step, target: Target, policy: Policy | None = None) -> TracedSte
     With `policy`, the policy that the step was built with, its names are checked against the model's. Raises
     PolicyError when none of them occurs, TargetError when the target's compiler is not installed.
     """
-    mesh = device_mesh(target)
-    replicated = NamedSharding(mesh, PartitionSpec())
-    args = jax.tree.map(functools.partial(_abstract, replicated), step.args)
+    devices = device_mesh(target)
+    args = abstract_arguments(step, devices)
     start = time.perf_counter()
-    with cudnn_of(target), nnx_scopes():
+    with cudnn_of(target), mesh_of(devices), nnx_scopes():
         traced = jax.jit(step.fn, donate_argnums=step.donate).trace(*args)
+        if devices.size > 1:
+            # JAX finds the jaxpr of the first call again: nothing is traced twice.
+            results = result_shardings(step, args, traced.out_info)
+            traced = jax.jit(step.fn, donate_argnums=step.donate, out_shardings=results).trace(*args)
     trace_s = time.perf_counter() - start
     jaxpr = traced.jaxpr
     tags = frozenset(tag for equation in walk(jaxpr) if (tag := tag_of(equation.eqn)))
     warnings = check_policy(policy, jaxpr, tags) if policy else ()
-    if target.num_devices > 1 and all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(args)):
-        warnings += (
-            f"every argument is replicated on all {target.num_devices} devices of the mesh, so each of them does the "
-            "whole step; give the step's arguments shardings",
-        )
+    warnings += sharding_warnings(step, args, devices)
     saved = saved_values(jaxpr)
     waiting = {value.dtype for value in saved.values if not value.dtype.startswith("key")}
     precision = least_precise(lowest_precision(jaxpr), *sorted(waiting))
     regions = checkpoint_regions(jaxpr)
-    return TracedStep(step, target, traced, count_work(jaxpr), saved, precision, tags, warnings, trace_s, regions)
-
-
-def _abstract(sharding: NamedSharding, leaf: Any) -> Any:
-    """`leaf` without its data, on the target's devices unless it says itself where it is."""
-    given = leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None
-    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-        leaf = jax.eval_shape(lambda: leaf)
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=given or sharding, weak_type=_is_weak(leaf))
-
-
-def _is_weak(leaf: Any) -> bool:
-    return bool(getattr(leaf, "weak_type", False))
+    work = count_work(jaxpr)
+    return TracedStep(step, target, traced, args, work, saved, precision, tags, warnings, trace_s, regions)
 
 
 def check_policy(policy: Policy, jaxpr: Any, tags: frozenset[str]) -> tuple[str, ...]:
@@ -121,7 +113,12 @@ def check_policy(policy: Policy, jaxpr: Any, tags: frozenset[str]) -> tuple[str,
     warnings = []
     known = f"The model tags: {', '.join(sorted(tags))}." if tags else "The model tags no tensor."
     wanted = set(policy.tensor_names)
-    if wanted and not wanted & tags:
+    if wanted == {names.WEIGHTS} and not wanted & tags:
+        warnings.append(
+            f"policy {policy.name!r} keeps weights gathered from a mesh, and the model tags none here: it does what "
+            "'full' does. Name a mesh that cuts parameters (--mesh fsdp=8)."
+        )
+    elif wanted and not wanted & tags:
         raise PolicyError(
             f"policy {policy.name!r} names {', '.join(sorted(wanted))}, and none of them is in the model: it would "
             f"do what 'full' does. {known} Tag tensors with jax.ad_checkpoint.checkpoint_name, or use a policy "
@@ -182,9 +179,11 @@ def device_mesh(target: Target) -> Mesh:
                 "Name a GPU instead (remat-kit targets lists them); it need not be attached."
             ) from error
         if len(devices) < target.num_devices:
+            flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={target.num_devices}"
+            more = f"set {flag} before JAX starts, " * (target.chip.platform == "cpu")
             raise TargetError(
                 f"the mesh {dict(target.mesh)} needs {target.num_devices} devices, {len(devices)} are attached. "
-                "Use a smaller mesh, or name a GPU, of which there can be any number."
+                f"Use a smaller mesh, {more}or name a GPU, of which there can be any number."
             )
         # As `topologies.make_mesh` does it: the same step must trace alike for a described target and here.
         kinds = (AxisType.Auto,) * len(names)

@@ -44,6 +44,7 @@ MLP_GATE = "mlpwi_0"
 MLP_GATED_UP = "mlpwi_1"
 MLP_HIDDEN = "mlp_hidden"
 MLP_DOWN = "mlpwo"
+WEIGHTS = "gathered_weights"
 
 VOCABULARY: tuple[TensorName, ...] = (
     TensorName(BLOCK_INPUT, "BTD", "the block's input, the residual stream"),
@@ -63,4 +64,5 @@ VOCABULARY: tuple[TensorName, ...] = (
     TensorName(MLP_GATED_UP, "BTF", "up matmul (gated MLP)"),
     TensorName(MLP_HIDDEN, "BTF", "input of the last MLP matmul, after the nonlinearity"),
     TensorName(MLP_DOWN, "BTD", "last MLP matmul, before dropout and the residual sum"),
+    TensorName(WEIGHTS, "", "a parameter as it is used, gathered from its parts; only on a mesh that cuts parameters"),
 )

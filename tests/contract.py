@@ -80,6 +80,8 @@ RECOMPUTED = {
     "minimal_offloaded": Row(2, 2, CORE, "as minimal"),
     "offload_dots_with_no_batch_dims": Row(2, 2, CORE, "as dots_with_no_batch_dims_saveable"),
     "offload_block_input": Row(7, 8, f"q k v {CORE} out {MLP}", "as full"),
+    "save_gathered_weights": Row(7, 8, f"q k v {CORE} out {MLP}", "on one device no weight is gathered: as full"),
+    "save_reduced": Row(6, 7, f"q k v {CORE} {MLP}", "as save_out_proj: nobody needs the last product"),
     # "llama" has no tensor mlpwi: its two projections are mlpwi_0 and mlpwi_1.
     "save(query_proj,mlpwi)|offload(context)": Row(4, 6, "k v scores out /k v scores out gate up", "q, context, up"),
     "dots_saveable|offload(context)": Row(0, 0, "", "context is on the host, the other products are here"),

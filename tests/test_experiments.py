@@ -1,13 +1,19 @@
 """The experiments that need a GPU or much time, run in small: their code must not rot until the day they are needed."""
 
+import dataclasses
 import json
 
 import pytest
 from fuzz import small_seed
 
-from experiments import analyzer_speed, gpu_validation, overhead, policy_sweep
+from experiments import analyzer_speed, gpu_validation, overhead, policy_sweep, sharded_sweep
+from models.config import configure
+from models.sharding import check_mesh
 from remat_kit import parse_policies
-from remat_kit._record import load
+from remat_kit._communication import Collective
+from remat_kit._record import dump, load
+from remat_kit._step import parse_option
+from remat_kit._target import get_target
 
 SMALLEST = ("size=tiny", "layers=1", "dropout=0.0")
 
@@ -92,3 +98,31 @@ def test_analyzer_speed_times_every_stage(tmp_path):
 
 def test_the_exponent_of_a_power_is_found():
     assert analyzer_speed.exponent([(size, 3 * size**1.5) for size in (10, 20, 40, 80)]) == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize("name", sharded_sweep.SWEEPS)
+def test_sharded_sweeps_have_six_policies_and_meshes_that_divide_the_model(name):
+    chosen = sharded_sweep.SWEEPS[name]
+    assert len(parse_policies(chosen.policies)) >= 6
+    workload, *options = chosen.workload
+    given = dict(map(parse_option, options))
+    style = workload.partition(":")[2]
+    check_mesh(configure(style, **given), dict(get_target(chosen.target, chosen.mesh).mesh))
+
+
+def test_the_table_of_collectives_has_a_row_for_each_policy(tmp_path, monkeypatch):
+    kept = load((policy_sweep.RESULTS / "gpt2-small.json").read_text())[:2]
+    one = Collective("all-reduce", "forward", "blocks/mlp", "bf16[8,64]", 1024, 8, 48, False, 2e-3, 5e-4)
+    again = dataclasses.replace(one, phase="recompute", again=True, count=24)
+    rows = [
+        dataclasses.replace(kept[0], collectives=(one,), recompute_hidden_s=0.0, recompute_exposed_s=0.0),
+        dataclasses.replace(kept[1], collectives=(one, again), recompute_hidden_s=1e-3, recompute_exposed_s=2e-3),
+    ]
+    (tmp_path / "gpt-22b-tensor.json").write_text(dump(rows))
+    monkeypatch.setattr(sharded_sweep, "RESULTS", tmp_path)
+    sharded_sweep.render()
+    lines = (tmp_path / "sharded_sweep.md").read_text().splitlines()
+    (head,) = [line for line in lines if line.startswith("| policy | all-reduce, forward | all-reduce, recompute |")]
+    table = lines[lines.index(head) + 2 :][:2]
+    assert [line.split("|")[2:4] for line in table] == [[" 48 ", " 0 "], [" 48 ", " 24 "]]
+    assert "1.0 ms" in table[1] or "1.00 ms" in table[1]

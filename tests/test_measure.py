@@ -38,8 +38,9 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_steps_run_again_on_what_they_return(form):
     step = FORMS[form]
-    check_can_repeat(step)
-    compiled = compile_step(trace(step, get_target("cpu")))
+    traced = trace(step, get_target("cpu"))
+    check_can_repeat(traced)
+    compiled = compile_step(traced)
     ((name, time),) = measure_interleaved({"one": compiled}, real_args(step), rounds=5)
     assert (name, time.rounds) == ("one", 5)
 

@@ -28,7 +28,7 @@ CLASSES = {
     for each in vars(module).values()
     if dataclasses.is_dataclass(each) and isinstance(each, type)
 }
-PLAIN = {int: "integer", float: "number", str: "string", typing.Any: "any"}
+PLAIN = {bool: "boolean", int: "integer", float: "number", str: "string", typing.Any: "any"}
 MANY = {"integer": "integers", "number": "numbers", "string": "strings", "any": "anything"}
 SOURCES = {"asked", "compiled", "counted", "predicted", "measured", "data", "kit"}
 

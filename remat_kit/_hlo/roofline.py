@@ -35,6 +35,10 @@ _RING = {
     "collective-permute": lambda n: 1.0,
     "collective-broadcast": lambda n: 1.0,
 }
+COLLECTIVES = frozenset(_RING)
+"""Opcodes of what devices do together. A pair of start and done has them with `-start` and `-done`."""
+_DEVICES_OF_A_MACHINE = 8
+"""GPUs that one NVLink switch joins in the machines that the described chips are sold in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,8 @@ class Row:
       seconds: one execution by itself, launch included.
       exposed_s: what of it the compute stream waits for; `seconds` unless it runs beside it.
       executions: how often it runs in one step.
+      instruction: XLA's id of it; of what is started and waited for elsewhere, of what is started.
+      beside_s: of a kernel, how long a collective is under way while it runs. One execution.
     """
 
     name: str
@@ -61,6 +67,8 @@ class Row:
     seconds: float
     exposed_s: float
     executions: int
+    instruction: int = -1
+    beside_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,10 +248,15 @@ class _Model:
 
     def _collective(self, instruction: Instruction, time: _Time, beside: bool) -> None:
         members = instruction.group_size or self.num_devices
+        if members > _DEVICES_OF_A_MACHINE:
+            time.warnings.append(
+                f"collectives among {members} devices are predicted as if one machine held them all; between machines "
+                "they take longer"
+            )
         size = sum(operand.shape.bytes for operand in instruction.operands)
         moved = size * _RING[instruction.opcode.removesuffix("-start")](members)
         seconds = moved / self.link + self.chip.launch_s
-        row = Row(instruction.name, instruction.op_name, "collective", 0, 0, size, seconds, seconds, 1)
+        row = Row(instruction.name, instruction.op_name, "collective", 0, 0, size, seconds, seconds, 1, instruction.id)
         if beside and not _is_synchronous(instruction):
             self._beside(instruction, row, time)
             return
@@ -264,7 +277,10 @@ class _Model:
         elif flops:
             kind = "matmul"
         total = seconds + self.chip.launch_s
-        row = Row(instruction.name, instruction.op_name, kind, flops, cost.vector_flops, moved, total, total, 1)
+        row = Row(
+            instruction.name, instruction.op_name, kind, flops, cost.vector_flops, moved, total, total, 1,
+            instruction.id,
+        )  # fmt: skip
         if beside and kind == "host_copy":
             self._beside(instruction, row, time)
             return
@@ -273,6 +289,10 @@ class _Model:
     def _inline(self, row: Row, time: _Time, bound: str | None = None) -> None:
         """A row that the compute stream runs itself."""
         kind = bound or ("memory" if row.kind == "matmul" else row.kind)
+        if row.kind != "collective":
+            # The stream of collectives runs without a gap until its last one ends.
+            under_way = time.streams["collective"] - time.seconds
+            row = replace(row, beside_s=min(max(0.0, under_way), row.seconds))
         time.breakdown[kind] += row.seconds - self.chip.launch_s
         time.breakdown["launch"] += self.chip.launch_s
         time.rows.append(row)

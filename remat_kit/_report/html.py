@@ -9,7 +9,7 @@ from pathlib import Path
 
 from remat_kit._diff import Diff
 from remat_kit._record import Record
-from remat_kit._report import html_data, html_diff, html_parts
+from remat_kit._report import html_communication, html_data, html_diff, html_parts
 
 _ASSETS = Path(__file__).parent / "assets"
 """echarts.min.js is a custom build of Apache ECharts; echarts.toml says of which version and how."""
@@ -25,16 +25,17 @@ def render(record: Record, diff: Diff | None = None, before: Record | None = Non
     library, script = _asset("echarts.min.js"), _script()
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src {_hashes(library, script)}"
     changes, why, charts = html_diff.section(diff), html_parts.why(record), _charts(record)
+    sent = html_communication.section(record)
     parts = {
         "title": html_parts.title(record),
         "policy": policy,
         "style": _asset("report.css"),
-        "links": _links(changes + why + charts),
+        "links": _links(changes + why + charts + sent),
         "head": html_parts.head(record),
         "changes": changes,
         "why": why,
         "charts": charts,
-        "notes": html_parts.notes(record),
+        "notes": sent + html_parts.notes(record),
         "licenses": escape(_asset("echarts.LICENSE.txt"), quote=False),
         "data": html_data.embed(html_data.payload(record, before)),
         "library": library,
@@ -64,7 +65,7 @@ def _hashes(*scripts: str) -> str:
 
 def _links(body: str) -> str:
     sections = (("changes", "What changed"), ("why", "Why"), ("timeline", "Over the step"), ("modules", "By module"),
-                ("buffers", "Buffers"), ("notes", "Notes"))  # fmt: skip
+                ("buffers", "Buffers"), ("collectives", "Collectives"), ("notes", "Notes"))  # fmt: skip
     shown = [(name, words) for name, words in sections if name == "notes" or f'<section id="{name}"' in body]
     return "".join(f'<a href="#{name}">{words}</a>' for name, words in shown)
 

@@ -104,6 +104,8 @@ def _figures(record: Record) -> Iterable[str]:
             notes.append(f"{format_bytes(record.saved_bytes_per_block)} a block")
         if record.saved_host_bytes:
             notes.append(f"{format_bytes(record.saved_host_bytes)} more waits on the host")
+        if together := rows.together(record):
+            notes.append(together.removeprefix(", "))
         yield _figure("Saved for backward", "counted", format_bytes(record.saved_bytes), notes)
     if record.predicted_step_s is not None or record.measured_step_s is not None:
         measured = record.measured_step_s

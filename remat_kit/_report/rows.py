@@ -1,5 +1,6 @@
 """The parts that the reports share: how a figure of a record is written, and what to say beside it."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -75,6 +76,12 @@ def recompute_percent(record: Record) -> str:
     if record.recompute_flops is None or not record.model_flops:
         return UNKNOWN
     return f"{record.recompute_flops / record.model_flops:.1%}"
+
+
+def together(record: Record) -> str:
+    """What counts of a jaxpr are of: `, all 8 devices together`; "" on one device."""
+    devices = math.prod(record.mesh.values())
+    return f", all {devices} devices together" if devices > 1 else ""
 
 
 def phase_words(record: Record) -> str:
@@ -232,6 +239,11 @@ def notes(records: Sequence[Record]) -> list[str]:
         "predicted: a roofline model.",
         "standing: on the front when no other policy is better in need or step time without being worse in the other. "
         f"Needs within {NEED_TOLERANCE:.1%} and step times within {time_tolerance(records):.1%} are called equal.",
+        *(
+            ["saved/block is counted for all devices of the mesh together; needs, peaks and times are one device's."]
+            if any(map(together, records))
+            else []
+        ),
         *(f"{name}: {record.effect}" for name, record in _named(records) if is_without_use(record.effect)),
     ]
 

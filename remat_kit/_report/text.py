@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Iterable
 
 from remat_kit._record import Record
-from remat_kit._report import explanation, rows
+from remat_kit._report import communication, explanation, rows
 from remat_kit._report.layout import WIDTH, row
 from remat_kit._units import MiB, format_bytes, format_flops, format_seconds
 
@@ -25,7 +25,7 @@ def render(record: Record) -> str:
     lines += [f"  {detail}" for detail in details if detail]
     if record.error:
         lines += ["", f"FAILED: {record.error}"]
-    for section in (_need, _live_peak, _effect, _saved, _flops, _predicted, _measured, _closing):
+    for section in (_need, _live_peak, _effect, _saved, _flops, _predicted, communication.lines, _measured, _closing):
         body = list(section(record))
         if body:
             lines += ["", *body]
@@ -71,7 +71,7 @@ def _live_peak(record: Record) -> Iterable[str]:
 def _saved(record: Record) -> Iterable[str]:
     if record.saved_bytes is None and record.saved_bytes_per_block is None:
         return
-    yield "Saved from forward to backward (counted on the jaxpr)"
+    yield f"Saved from forward to backward (counted on the jaxpr{rows.together(record)})"
     yield row("a block", rows.bytes_text(record.saved_bytes_per_block))
     yield row("the whole step", rows.bytes_text(record.saved_bytes))
     if record.saved_host_bytes:
@@ -87,7 +87,7 @@ def _effect(record: Record) -> Iterable[str]:
 def _flops(record: Record) -> Iterable[str]:
     if record.step_flops is None or record.model_flops is None or record.recompute_flops is None:
         return
-    yield "FLOPs (counted on the jaxpr: matmuls, convolutions and fused attention)"
+    yield f"FLOPs (counted on the jaxpr: matmuls, convolutions and fused attention{rows.together(record)})"
     yield row("model", format_flops(record.model_flops))
     note = "" if record.recomputed_matmuls is None else f", {record.recomputed_matmuls} matmuls"
     yield row("+ recomputed", format_flops(record.recompute_flops), f"{rows.recompute_percent(record)} of model{note}")
