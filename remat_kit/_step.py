@@ -26,6 +26,8 @@ class Step:
         `args` are abstract.
       loss_and_grads: `loss_and_grads(*args) -> (loss, gradients)`; what a measurement compares with policy
         `none`. Without it the step's own outputs are compared.
+      items: what one step processes, all devices together, the main thing first: `{"tokens": 8192, "sequences": 8}`.
+        Throughput is counted in the first.
     """
 
     fn: Callable[..., Any]
@@ -34,6 +36,7 @@ class Step:
     labels: Mapping[str, int | str] = field(default_factory=dict)
     init: Callable[[int], tuple[Any, ...]] | None = None
     loss_and_grads: Callable[..., Any] | None = None
+    items: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not isinstance(self.args, tuple):
@@ -45,6 +48,13 @@ class Step:
             raise WorkloadError(
                 f"Step.donate names argument {outside[0]}, but there are {len(self.args)} (0 to {len(self.args) - 1})."
             )
+
+        for name, count in self.items.items():
+            if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+                raise WorkloadError(
+                    f"Step.items says that a step processes {count!r} {name}. Give whole numbers of at least 1, "
+                    "e.g. {'tokens': 8192}, or leave it out."
+                )
 
         paths = [_parts(path) for path, _ in jax.tree_util.tree_leaves_with_path(self.args)]
         for label, place in self.labels.items():
