@@ -122,12 +122,18 @@ def next_value(problem: Problem, trials: Sequence[Trial]) -> int | None:
     if high is None and known:
         last = min(last, max(first, _down(_FARTHEST * max(known), problem.step)))
     guess = _guess(problem, trials, first, last)
-    # Neighbours that need the same are on a plateau, of which a line cannot tell the end: each step goes twice as far.
-    far = _stride(problem, trials)
-    if far > 0:
+    if guess == last and any(trial.value == high and trial.need_bytes is None for trial in trials):
+        # What failed there was not the need, of which alone there is a model.
+        return _down((first + last) // 2, problem.step)
+    if _stuck(problem, trials):
+        return _down((first + last) // 2, problem.step)
+    far = max(_stride(problem, trials), _slow(problem, trials))
+    if low is not None and high is not None:
+        far = min(far, (high - low) // (2 * problem.step))
+    if far and _fits(problem, trials[-1]):
         return min(max(guess, first + (far - 1) * problem.step), last)
-    if far < 0:
-        return max(min(guess, last + (far + 1) * problem.step), first)
+    if far:
+        return max(min(guess, last - (far - 1) * problem.step), first)
     return guess
 
 
@@ -143,10 +149,18 @@ def predicted_need(problem: Problem, trials: Sequence[Trial], value: int) -> int
     return round(_model(problem, trials)(value))
 
 
-def _stride(problem: Problem, trials: Sequence[Trial]) -> int:
-    """How many steps beyond an end of the bracket the next value is to be at least, as the last compiles stood still.
+def _stuck(problem: Problem, trials: Sequence[Trial]) -> bool:
+    """Whether four compiles have not made the bracket half as wide."""
+    (low, high), (old_low, old_high) = _bracket(problem, trials), _bracket(problem, trials[:-4])
+    if low is None or high is None or old_low is None or old_high is None:
+        return False
+    return 2 * (high - low) > old_high - old_low
 
-    Positive from the largest that fits upwards, negative from the smallest that does not downwards; 0 for no matter.
+
+def _stride(problem: Problem, trials: Sequence[Trial]) -> int:
+    """How many steps the next value is to be away from the last one at least, as the need stood still; 0 for no matter.
+
+    Neighbours that need the same are on a plateau, of which no line tells the end: each move goes twice as far.
     """
     known = [(trial.value, trial.need_bytes) for trial in trials if trial.need_bytes is not None]
     if len(known) < 3 or len(known) < len(trials):
@@ -158,7 +172,19 @@ def _stride(problem: Problem, trials: Sequence[Trial]) -> int:
         if not near or abs(_slope(before, after)) > usual / 8:
             break
         stride *= 2
-    return 0 if stride == 1 else stride * (1 if _fits(problem, trials[-1]) else -1)
+    return 0 if stride == 1 else stride
+
+
+def _slow(problem: Problem, trials: Sequence[Trial]) -> int:
+    """The same, as the last values came nearer to the border from one side, and by moves that do not become short.
+
+    A model that is right moves less and less. This one is not: the next move is twice the last one.
+    """
+    ends = trials[-4:]
+    if len(ends) < 4 or len({_fits(problem, trial) for trial in ends}) > 1:
+        return 0
+    moves = [abs(after.value - before.value) // problem.step for before, after in itertools.pairwise(ends)]
+    return 2 * moves[-1] if all(4 * after > before for before, after in itertools.pairwise(moves)) else 0
 
 
 def _bracket(problem: Problem, trials: Sequence[Trial]) -> tuple[int | None, int | None]:

@@ -83,10 +83,11 @@ def check_option(asked: tuple[str, str]) -> None:
 def foresee(asked: Asked) -> Iterator[dict[str, Any]]:
     """What tracing tells, as it comes, from small values to where the step is foreseen to need twice the limit.
 
-    Yields `{"step": N}` once: accepted values are taken to be its multiples, and `{"why": ...}` beside it when 1 is not
-    it; for each traced value `{"value", "argument_bytes", "live_bytes"}`; and when a value is refused by the workload,
-    by the policy's checks or by JAX, `{"accepted": A, "refused": R, "error": ...}` with the largest accepted value below
-    and the smallest refused one known. Raises what the smallest value is refused with when none is accepted.
+    Yields `{"step": N}` once: accepted values are taken to be its multiples, and `"why"` beside it when it is not the
+    usual one; for each traced value `{"value", "argument_bytes", "live_bytes"}`; and when the workload or JAX refuse a
+    value, `{"accepted": A, "refused": R, "error": ...}` with the largest accepted value below and the smallest refused
+    one. Raises what the smallest value is refused with when none is accepted, and PolicyError or TargetError for what
+    has nothing to do with values.
     """
     seen: dict[int, Foreseen | str] = {}
     step = None

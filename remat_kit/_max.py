@@ -189,7 +189,7 @@ def find_largest(
     store: Store,
     pool: Pool,
     *,
-    limits: Limits = Limits(),
+    limits: Limits | None = None,
     run: Callable[[Cell], Any] = run_cell_and_tell_sources,
     look: Callable[[Asked], Any] = foresee,
     retry_failed: bool = False,
@@ -200,6 +200,7 @@ def find_largest(
 
     Policies are searched side by side: a round compiles the next value of each that has no answer yet.
     """
+    limits = limits or Limits()
     asked = [
         Asked(cell, question.option, question.at_least, question.most, question.multiple_of, limit_bytes)
         for cell in cells

@@ -50,7 +50,8 @@ def command(
         _output.check(name, force)
     if jobs < 1 or not 0 < timeout <= _input.LONGEST_S:
         raise RematKitError(
-            f"--jobs and --timeout are {jobs} and {timeout:g}. Give numbers above 0, and at most {_input.LONGEST_S:.0f} s."
+            f"--jobs and --timeout are {jobs} and {timeout:g}. "
+            f"Give numbers above 0, and at most {_input.LONGEST_S:.0f} s."
         )
     memory_bytes = _units.parse_bytes(memory_limit) if memory_limit else None
     _input.check_workload(workload)
