@@ -313,9 +313,8 @@ class _Search:
                     return f"not decided after {len(self.trials)} compiles: {low}, and larger ones may"
                 what = f"needs {needs[above]}" if above in needs else f"fails: {errors[above]}"
                 return f"not decided after {len(self.trials)} compiles: {low}, {above} {what}"
-        return next(
-            (f"{name}={trial.value}: {trial.error}" for trial in self.trials), self.error or "nothing was found"
-        )
+        failed = [f"{name}={trial.value}: {trial.error}" for trial in self.trials]
+        return failed[-1] if failed else self.error or "nothing was found"
 
 
 def _items(record: Record | None, cell: Cell, question: Question) -> tuple[str | None, int | None]:
