@@ -77,7 +77,7 @@ class Verdict:
     Attributes:
       kind: "proved" (`value` fits, `value + step` does not), "bound" (`value` fits and is the largest that was to be
         looked at), "fails above" (`value` fits, `value + step` cannot be compiled), "bracket" (the border is somewhere
-        between `value` and `above`), "nothing fits" (the smallest does not), "failed" (nothing could be compiled).
+        between `value` and `above`), "nothing fits" (the smallest does not), "failed" (the smallest fails to compile).
       value: the largest that fits; None when none is known.
       above: the smallest beyond it that does not fit or cannot be compiled; None when none is known.
       odd: two values of which the smaller one needs more bytes than the larger one, None when there are none.
@@ -95,7 +95,7 @@ def verdict(problem: Problem, trials: Sequence[Trial]) -> Verdict:
     odd = _odd(trials)
     last = next((trial for trial in trials if trial.value == high), None)
     if low is None:
-        if all(trial.need_bytes is None for trial in trials):
+        if (last and last.need_bytes is None and high == problem.least) or not any(t.need_bytes for t in trials):
             return Verdict("failed", None, high, odd)
         return Verdict("nothing fits" if high == problem.least else "bracket", None, high, odd)
     if high is None:
@@ -232,10 +232,13 @@ def _model(problem: Problem, trials: Sequence[Trial]) -> Callable[[int], float]:
         if factor <= 0:
             return lambda other: need * other / value
         return lambda other: arguments(other) + factor * live(other)
-    points = sorted((size(value), float(need)) for value, need in known)
+    if len({size(value) for value, _ in known}) < len(known):
+        # By the jaxpr nothing grows, so there is the value alone to go by.
+        return _curve(sorted((float(value), float(need)) for value, need in known), problem.limit_bytes, 0.0)
     near, need = min(known, key=lambda point: abs(point[1] - problem.limit_bytes))
+    # An eighth of what it is in proportion: the kinks of real programs are smaller.
     least = (need - arguments(near)) / live(near) / 8 if problem.foreseen and live(near) > 0 else 0.0
-    curve = _curve(points, problem.limit_bytes, least)
+    curve = _curve(sorted((size(value), float(need)) for value, need in known), problem.limit_bytes, least)
     return lambda value: curve(size(value))
 
 

@@ -229,6 +229,19 @@ def test_nothing_compiles() -> None:
     assert len(trials) == 2, "the value that was expected to fit, and the smallest"
 
 
+def test_the_smallest_fails_and_larger_ones_do_not_fit() -> None:
+    _, found = search(lambda value: None if value < 3 else 2 * GiB, Problem(1, 64, 1, 1 * GiB, foreseen=SEEN))
+    assert found == Verdict("failed", None, 1, None)
+
+
+def test_a_need_that_tracing_does_not_see_grow() -> None:
+    flat = tuple(Foreseen(value, 300 * MiB, 5 * MiB) for value in (1, 2, 8, 32))
+    _, found = search(_linear, Problem(1, 2**20, 1, _linear(40), compiles=12, foreseen=flat))
+    assert (found.kind, found.value) == ("proved", 40)
+    _, found = search(lambda value: 310 * MiB, Problem(1, 4096, 1, 1 * GiB, foreseen=flat))
+    assert found == Verdict("bound", 4096, None, None)
+
+
 def test_large_values_fail_to_compile() -> None:
     """The need would allow 85, the compiler takes 40: halving finds it, as no model tells where it is."""
 
