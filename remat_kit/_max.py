@@ -93,7 +93,7 @@ class Largest:
     Attributes:
       kind: as Verdict has it, and "refused above": the workload accepts no larger value.
       value: the largest that fits, None when none is known; above: the smallest known beyond it that does not.
-      step: values are multiples of it.
+      step: values are multiples of it; step_reason: what was refused, where it is not the usual one.
       odd: two compiled values of which the smaller needs more: the need is not monotone.
       throughput: items a second at `value`, predicted; items: what they are. None when the step does not say.
       tried: every compiled value, in that order.
@@ -107,6 +107,7 @@ class Largest:
     value: int | None
     above: int | None
     step: int
+    step_reason: str | None
     odd: tuple[int, int] | None
     items: str | None
     throughput: float | None
@@ -271,7 +272,7 @@ class _Search:
         if kind == "bound" and self.refused:
             kind, above = "refused above", self.refused["refused"]
         record = self.records.get(found.value) if found.value is not None else None
-        items, count = _items(record, self.cell, self.question)
+        items, count = _items(record)
         throughput = count / record.predicted_step_s if record and count and record.predicted_step_s else None
         return Largest(
             policy=self.cell.policy,
@@ -280,6 +281,7 @@ class _Search:
             value=found.value,
             above=above,
             step=self.step,
+            step_reason=self.why_step,
             odd=found.odd,
             items=items,
             throughput=throughput,
@@ -317,7 +319,7 @@ class _Search:
         return failed[-1] if failed else self.error or "nothing was found"
 
 
-def _items(record: Record | None, cell: Cell, question: Question) -> tuple[str | None, int | None]:
+def _items(record: Record | None) -> tuple[str | None, int | None]:
     """What a step of `record` processes, and how many: what it says itself, else its option `batch` in samples."""
     if record is None:
         return None, None

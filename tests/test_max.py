@@ -293,6 +293,7 @@ def test_max_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert each["throughput"] == each["value"] * 8 / each["record"]["predicted_step_s"]
         assert f"{each['policy']}, batch={each['value']}: need" in err
         assert f"batch={each['above']} needs" in out
+        assert f"{each['policy']}: batch counts in multiples of 2, as batch=1 is refused: ValueError: batch 1 is" in out
     assert f"Largest batch of {MLP} even=True for cpu\nwithin the budget 150KiB, 150.00 KiB\n" in out
     assert main(["max", "batch", MLP, "--budget", "9KiB", "--policies", "none"]) == 3
     assert "nothing fits: batch=1, the smallest, needs" in capsys.readouterr().out

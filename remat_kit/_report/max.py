@@ -80,6 +80,8 @@ def _notes(answer: Answer, each: Largest, name: str) -> list[str]:
     option, lines = answer.question.option, []
     if each.kind not in ("proved", "bound"):
         lines += ["", *_wrapped(f"{name}: {each.reason}")]
+    if each.step_reason:
+        lines += ["", *_wrapped(f"{name}: {option} counts in multiples of {each.step}, as {each.step_reason}")]
     if each.odd:
         small, large = each.odd
         lines += ["", *_wrapped(

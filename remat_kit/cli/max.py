@@ -99,6 +99,9 @@ def command(
             first = (*parsed, (option, at_least))
             inspected = _sweep.inspect(pool, workload, first, target, mesh, limits)
             room = _max.check_question(pool, question, workload, target, mesh, limits)
+            shown.say(
+                f"tracing {option} under {len(chosen)} policies, then compiling at most {compiles} values of each"
+            )
             cells = _cell.make_cells(workload, first, chosen, compile_options, inspected)
             found = _max.find_largest(
                 cells, question, room.limit_bytes, kept, pool, limits=limits, retry_failed=retry_failed, watcher=shown
