@@ -127,7 +127,7 @@ def next_value(problem: Problem, trials: Sequence[Trial]) -> int | None:
         return _down((first + last) // 2, problem.step)
     if _stuck(problem, trials):
         return _down((first + last) // 2, problem.step)
-    far = max(_stride(problem, trials), _slow(problem, trials))
+    far = _slow(problem, trials)
     if low is not None and high is not None:
         far = min(far, (high - low) // (2 * problem.step))
     if far and _fits(problem, trials[-1]):
@@ -157,26 +157,10 @@ def _stuck(problem: Problem, trials: Sequence[Trial]) -> bool:
     return 2 * (high - low) > old_high - old_low
 
 
-def _stride(problem: Problem, trials: Sequence[Trial]) -> int:
-    """How many steps the next value is to be away from the last one at least, as the need stood still; 0 for no matter.
-
-    Neighbours that need the same are on a plateau, of which no line tells the end: each move goes twice as far.
-    """
-    known = [(trial.value, trial.need_bytes) for trial in trials if trial.need_bytes is not None]
-    if len(known) < 3 or len(known) < len(trials):
-        return 0
-    usual = abs(_slope(min(known), max(known)))
-    stride = 1
-    for after, before in itertools.pairwise(reversed(known)):
-        near = abs(after[0] - before[0]) <= stride * problem.step
-        if not near or abs(_slope(before, after)) > usual / 8:
-            break
-        stride *= 2
-    return 0 if stride == 1 else stride
-
-
 def _slow(problem: Problem, trials: Sequence[Trial]) -> int:
-    """The same, as the last values came nearer to the border from one side, and by moves that do not become short.
+    """How many steps the next value is to be away from the last one at least; 0 for no matter.
+
+    Above 0 where four values in a row came nearer to the border from one side by moves that do not become short.
 
     A model that is right moves less and less. This one is not: the next move is twice the last one.
     """
