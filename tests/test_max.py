@@ -13,6 +13,7 @@ from workloads import cells as fake
 from workloads import sized
 
 import remat_kit as rk
+from experiments import max_exhaustive
 from remat_kit._border import UNBOUNDED
 from remat_kit._cell import Cell
 from remat_kit._errors import PolicyError, RematKitError, WorkloadError
@@ -297,6 +298,17 @@ def test_max_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert f"Largest batch of {MLP} even=True for cpu\nwithin the budget 150KiB, 150.00 KiB\n" in out
     assert main(["max", "batch", MLP, "--budget", "9KiB", "--policies", "none"]) == 3
     assert "nothing fits: batch=1, the smallest, needs" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_experiment_agrees_in_small(tmp_path: Path) -> None:
+    case = max_exhaustive.Case(MLP, "width=16", "batch", "40KiB", policies=("none",), target="cpu")
+    row = max_exhaustive.compare(case, "none", tmp_path)
+    assert row["agrees"]
+    assert row["compiles"] <= max_exhaustive.MOST_COMPILES
+    assert row["value"] == row["largest_compiled"]
+    assert {row["value"] - 1, row["value"], row["value"] + 1} <= set(row["exhaustive"])
+    assert max_exhaustive.around(64, 8) == [8, 40, 48, 56, 64, 72, 80, 88]
 
 
 def _need(policy: str, batch: int) -> int:
