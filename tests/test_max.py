@@ -68,7 +68,8 @@ def test_each_policy_has_its_answer_and_a_second_run_compiles_nothing(pool: Pool
         assert (each.record.need_bytes or 0) + 100 <= 3000 < (each.above_record.need_bytes or 0) + 100
         assert not any(tried.reused for tried in each.tried)
         # The need of the answer and of the next one were foreseen to the byte, since the stand-in is a line.
-        assert each.tried[-1].predicted_need_bytes == each.tried[-1].need_bytes
+        last = list(each.tried).pop()
+        assert last.predicted_need_bytes == last.need_bytes
         assert each.items == "samples"
         assert each.throughput == pytest.approx(each.value / (0.5 + each.value / 100))  # pyright: ignore
     again = _find(pool, tmp_path, cells)
