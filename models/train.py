@@ -3,7 +3,7 @@
 Shape suffixes: B batch, T sequence, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +59,7 @@ def step_of(
     init_params: Callable[[jax.Array], Params],
     make_batch: Callable[[jax.Array], Batch],
     loss: Callable[[Params, Batch, jax.Array], jax.Array],
+    items: Mapping[str, int],
 ) -> Step:
     """The step `fn(state, batch, key) -> (state, loss)` over abstract arguments; nothing is allocated.
 
@@ -67,6 +68,7 @@ def step_of(
       init_params: parameters from a key.
       make_batch: a batch of made-up data from a key.
       loss: scalar loss from parameters, batch and a key for dropout.
+      items: what one step processes, the main thing first.
 
     The step's `key` argument is the raw data of a key, uint32 [2], so that every argument is a plain array.
     """
@@ -96,6 +98,7 @@ def step_of(
         labels={"params": "0.params", "optimizer": "0.opt_state", "batch": 1, "key": 2},
         init=make_args,
         loss_and_grads=loss_and_grads,
+        items=items,
     )
 
 
@@ -110,7 +113,8 @@ def build_step(
         tokens_BT = jax.random.randint(key, (config.batch, config.seq + 1), 0, config.vocabulary, jnp.int32)
         return {"inputs": tokens_BT[:, :-1], "targets": tokens_BT[:, 1:]}
 
-    return step_of(config.optimizer, init_params, make_batch, loss)
+    items = {"tokens": config.batch * config.seq, "sequences": config.batch}
+    return step_of(config.optimizer, init_params, make_batch, loss, items)
 
 
 def split_model(create: Callable[[jax.Array], nnx.Module]) -> tuple[Any, Callable[[jax.Array], Params]]:

@@ -234,7 +234,7 @@ def build(config: UNetConfig, policy: str | Policy) -> Step:
         model = nnx.merge(definition, params)
         return squared_error(model(batch["inputs"]), batch["targets"])
 
-    return step_of(config.optimizer, init_params, make_batch, loss)
+    return step_of(config.optimizer, init_params, make_batch, loss, {"images": config.batch})
 
 
 def unet(

@@ -147,7 +147,7 @@ def build(config: VisionConfig, policy: str | Policy) -> Step:
         model = nnx.merge(definition, params)
         return cross_entropy(model(batch["images"], key), batch["classes"])
 
-    return step_of(config.blocks.optimizer, init_params, make_batch, loss)
+    return step_of(config.blocks.optimizer, init_params, make_batch, loss, {"images": config.blocks.batch})
 
 
 def vit(

@@ -40,6 +40,7 @@ def analyze(compiled: CompiledStep, workload: Workload, policy: str | Policy) ->
         xla_remat=program.xla_remat(compiled.options.xla_remat),
         gemm_backend=compiled.options.gemm_backend(target.chip.platform),
         compile_options=dict(compiled.options.xla_options),
+        items=dict(traced.step.items),
         argument_bytes=memory.argument,
         output_bytes=memory.output,
         alias_bytes=memory.alias,

@@ -60,6 +60,11 @@ class Cell:
             data["compile_options"]["autotune_results"] = dict(self.fingerprint)["autotune_results"]
         return data
 
+    def with_option(self, name: str, value: Any) -> "Cell":
+        """The same cell with an option of the workload set to `value`."""
+        options = {**dict(self.options), name: value}
+        return dataclasses.replace(self, options=tuple(sorted(options.items())))
+
     def failed(self, error: str) -> Record:
         """The row of this cell when it failed: everything that is known without running it."""
         options = self.compile_options
@@ -177,6 +182,11 @@ def inspect_workload(asked: tuple[str, tuple[tuple[str, Any], ...], str, str | N
     if target.attached:
         digests["device"] = f"{devices.devices.flat[0].device_kind} {target.chip.memory_bytes}"
     return Inspected(target.name, target.chip.platform, target.mesh, tuple(sorted(digests.items())))
+
+
+def trace_cell(cell: Cell) -> "TracedStep":
+    """The step of the cell, built and traced for the cell's target; nothing is compiled."""
+    return _traced(cell, cell.policy, cell.target)
 
 
 def compile_cell(cell: Cell, target_name: str | None = None) -> "CompiledStep":

@@ -10,8 +10,11 @@ import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 
-# Files that cannot change a row: they start cells, keep rows and show them.
-_NOT_IN_A_ROW = ("cli", "_report", "_store.py", "_sweep.py", "_pool.py", "_worker.py", "_pareto.py", "__main__.py")
+# Files that cannot change a row: they choose cells, start them, keep rows and show them.
+_NOT_IN_A_ROW = (
+    *("cli", "_report", "_store.py", "_sweep.py", "_pool.py", "_worker.py", "_pareto.py", "__main__.py"),
+    *("_live.py", "_border.py", "_foresee.py", "_max.py"),
+)
 # Settings of JAX that change neither the program nor what is compiled from it. Which device is meant is in the target.
 _HARMLESS = ("CACHE", "LOG", "TRACEBACK", "PLATFORM", "CONSTRAINTS_CHECK")
 

@@ -54,6 +54,8 @@ class Record:
     compile_options: Mapping[str, str] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
 
+    items: Mapping[str, int] = field(default_factory=dict)
+    """What one step processes, all devices together, the main thing first; {} when the step does not say."""
     argument_bytes: int | None = None
     output_bytes: int | None = None
     alias_bytes: int | None = None

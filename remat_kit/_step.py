@@ -31,6 +31,8 @@ class Step:
         prefix of `PartitionSpec` (None: on every device in full) for each argument; or that tuple itself. A function
         may raise a WorkloadError for a mesh that does not suit the model. `fn` is traced with the mesh set, so it can
         use `jax.lax.with_sharding_constraint(x, PartitionSpec(...))`. A single device needs and asks for none.
+      items: what one step processes, all devices together, the main thing first: `{"tokens": 8192, "sequences": 8}`.
+        Throughput is counted in the first.
     """
 
     fn: Callable[..., Any]
@@ -40,6 +42,7 @@ class Step:
     init: Callable[[int], tuple[Any, ...]] | None = None
     loss_and_grads: Callable[..., Any] | None = None
     shardings: Callable[[Any], tuple[Any, ...]] | tuple[Any, ...] | None = None
+    items: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not isinstance(self.args, tuple):
@@ -51,6 +54,13 @@ class Step:
             raise WorkloadError(
                 f"Step.donate names argument {outside[0]}, but there are {len(self.args)} (0 to {len(self.args) - 1})."
             )
+
+        for name, count in self.items.items():
+            if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+                raise WorkloadError(
+                    f"Step.items says that a step processes {count!r} {name}. Give whole numbers of at least 1, "
+                    "e.g. {'tokens': 8192}, or leave it out."
+                )
 
         paths = [_parts(path) for path, _ in jax.tree_util.tree_leaves_with_path(self.args)]
         for label, place in self.labels.items():

@@ -8,6 +8,7 @@ import typer
 
 from remat_kit._errors import RematKitError
 from remat_kit.cli import analyze, diff, plan, policies, report, sweep, targets
+from remat_kit.cli import max as largest
 
 app = typer.Typer(
     name="remat-kit",
@@ -21,6 +22,7 @@ for name, module in {
     "analyze": analyze,
     "diff": diff,
     "plan": plan,
+    "max": largest,
     "report": report,
     "policies": policies,
     "targets": targets,

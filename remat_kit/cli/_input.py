@@ -9,6 +9,9 @@ from remat_kit._errors import RematKitError, WorkloadError
 if TYPE_CHECKING:
     from remat_kit._compile import CompileOptions
 
+LONGEST_S = 7 * 24 * 3600.0
+"""The longest time limit of a cell."""
+
 # Imports of the stages are inside the functions: they bring JAX, and --help should not wait for it.
 
 WorkloadArgument = Annotated[

@@ -63,6 +63,20 @@ class Lines(Watcher):
         self.say(f"measuring {cells} steps in turns on the attached device")
 
 
+class Tries(Lines):
+    """One line for each value that was compiled in a search for the largest one."""
+
+    def __init__(self, option: str) -> None:
+        self._option = option
+
+    def planned(self, cells: int, reused: int, failed_before: int) -> None:
+        pass  # how many there will be is not known
+
+    def finished(self, row: Row, done: int, total: int, seconds: float, seconds_left: float) -> None:
+        value = dict(row.cell.options)[self._option]
+        self.say(f"{_name(row.cell)}, {self._option}={value}: {_result(row)} ({format_seconds(seconds)})")
+
+
 class Bar(Lines):
     """A bar that stays below what is printed, with the time left."""
 

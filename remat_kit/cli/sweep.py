@@ -12,8 +12,6 @@ from remat_kit._errors import RematKitError
 from remat_kit._report import plot, table
 from remat_kit.cli import _input, _output
 
-_LONGEST_S = 7 * 24 * 3600.0
-
 
 def command(
     workload: _input.WorkloadArgument,
@@ -50,9 +48,10 @@ def command(
         plot.check_suffix(Path(plot_file))
     for name in (json_file, plot_file):
         _output.check(name, force)
-    if jobs < 1 or not 0 < timeout <= _LONGEST_S:
+    if jobs < 1 or not 0 < timeout <= _input.LONGEST_S:
         raise RematKitError(
-            f"--jobs and --timeout are {jobs} and {timeout:g}. Give numbers above 0, and at most {_LONGEST_S:.0f} s."
+            f"--jobs and --timeout are {jobs} and {timeout:g}. "
+            f"Give numbers above 0, and at most {_input.LONGEST_S:.0f} s."
         )
     memory_bytes = _units.parse_bytes(memory_limit) if memory_limit else None
     _input.check_workload(workload)
