@@ -60,7 +60,7 @@ def unroll_stack(policy: str | Policy, body: Body, init: Any, layers: Sequence[A
     """
     chosen, own = get_policy(policy), list(layers)
     _check(chosen, len(own), "this stack")
-    return _unroll(chosen, body, init, own, _Sizes(body, init, own[0] if own else None, 0))
+    return _unroll(chosen, body, init, own, _Sizes(body, init, own[0] if own else None, 0), scoped=True)
 
 
 def remat_scan(policy: str | Policy) -> Callable[[T], T]:
@@ -102,7 +102,8 @@ def _check(policy: Policy, blocks: int, where: str) -> None:
         return
     policy.layering.check(blocks, where)
     if policy.inside.layering is not None:
-        largest = max(policy.layering.sizes(blocks))
+        parts = policy.layering.sizes(blocks)
+        largest = parts[0] if policy.layering.method is Method.FIRST else max(parts)
         if policy.layering.count == AUTO:
             largest = blocks  # not known yet
         _check(policy.inside, largest, f"a part of the stack under {policy.layering}")
@@ -175,7 +176,13 @@ def _scan_part(part: _Part, body: Body, carry: Any, xs: Any, blocks: int, sizes:
     return carry, jax.tree.map(lambda y: y.reshape(part.count * part.size, *y.shape[2:]), results)
 
 
-def _unroll(policy: Policy, body: Body, carry: Any, layers: list[Any], sizes: "_Sizes") -> tuple[Any, list[Any]]:
+def _unroll(
+    policy: Policy, body: Body, carry: Any, layers: list[Any], sizes: "_Sizes", scoped: bool = False
+) -> tuple[Any, list[Any]]:
+    """With `scoped`, each checkpointed part is in a name scope, `segment_3`, by which its values are told from others'.
+
+    Not for parts inside of parts: JAX traces those once for all that are alike, so no number would be right there.
+    """
     results: list[Any] = []
     if policy.layering is None or not layers:
         block = remat(policy.of_block)(body)
@@ -183,6 +190,7 @@ def _unroll(policy: Policy, body: Body, carry: Any, layers: list[Any], sizes: "_
             carry, result = block(carry, layer)
             results.append(result)
         return carry, results
+    number = 0
     for part in _parts(policy, len(layers), sizes):
 
         def run(carry: Any, layers: Sequence[Any], part: _Part = part) -> tuple[Any, list[Any]]:
@@ -190,7 +198,10 @@ def _unroll(policy: Policy, body: Body, carry: Any, layers: list[Any], sizes: "_
 
         again = remat("full")(run) if part.checkpointed else run  # one function, so that JAX traces alike parts once
         for start in range(part.start, part.end, part.size):
-            carry, found = again(carry, tuple(layers[start : start + part.size]))
+            is_scoped = scoped and part.checkpointed
+            with jax.named_scope(f"segment_{number}") if is_scoped else contextlib.nullcontext():
+                carry, found = again(carry, tuple(layers[start : start + part.size]))
+            number += is_scoped
             results.extend(found)
     return carry, results
 
