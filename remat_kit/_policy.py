@@ -100,6 +100,13 @@ class Policy:
         """What a block by itself is under: this policy, or of one for stacks the innermost policy inside."""
         return self.inside.of_block if self.inside else self
 
+    @property
+    def is_nested(self) -> bool:
+        """Whether blocks are inside a checkpointed part of a stack, and `of_block` applies in there."""
+        return self.inside is not None and (
+            (self.layering is not None and self.layering.method is not Method.FIRST) or self.inside.is_nested
+        )
+
     def __or__(self, other: "Policy") -> "Policy":
         """The union: a value is kept or offloaded when either policy does so; see `union`."""
         return union(self, other)

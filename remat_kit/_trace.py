@@ -122,10 +122,16 @@ def check_policy(policy: Policy, jaxpr: Any, tags: frozenset[str]) -> tuple[str,
             f"policy {policy.name!r} had no effect: the step differentiates no stack of blocks that was run under it. "
             "Run the blocks with scan_stack, unroll_stack or remat_scan, or use a policy for a block, e.g. full",
         )
+    nested = in_stack and policy.is_nested
     policy = policy.of_block
     if policy.region is Region.NOTHING:
         return ()
     warnings = []
+    if nested and jax.config.jax_remat3 and lower(policy):
+        warnings.append(
+            f"jax_remat3 is on, under which JAX does not ask a policy inside a checkpointed part of a stack: what "
+            f"{policy.name!r} keeps inside a part is computed again, as with full inside"
+        )
     known = f"The model tags: {', '.join(sorted(tags))}." if tags else "The model tags no tensor."
     wanted = set(policy.tensor_names)
     if wanted and not wanted & tags:
