@@ -86,8 +86,7 @@ class Policy:
         if is_stack != (self.layering is not None) or is_stack != (self.inside is not None):
             raise PolicyError(
                 f"policy {self.name!r} has region {self.region.value}, layering {self.layering} and inside "
-                f"{self.inside}, which do not go together. "
-                "Make a policy for stacks with segments(...), first(...) or every(...)."
+                f"{self.inside}, which do not go together. Make one for stacks with segments, first or every."
             )
 
     @property
@@ -103,9 +102,8 @@ class Policy:
     @property
     def is_nested(self) -> bool:
         """Whether blocks are inside a checkpointed part of a stack, and `of_block` applies in there."""
-        return self.inside is not None and (
-            (self.layering is not None and self.layering.method is not Method.FIRST) or self.inside.is_nested
-        )
+        checkpoints = self.layering is not None and self.layering.method is not Method.FIRST
+        return checkpoints or (self.inside is not None and self.inside.is_nested)
 
     def __or__(self, other: "Policy") -> "Policy":
         """The union: a value is kept or offloaded when either policy does so; see `union`."""
@@ -174,19 +172,14 @@ def first(count: int, inside: str | Policy = "full") -> Policy:
 
 
 def every(count: int, inside: str | Policy = "none") -> Policy:
-    """The policy that checkpoints groups of `count` blocks of a stack as `segments` does; the last may be shorter.
-
-    Megatron-LM calls it the method "uniform".
-    """
+    """As `segments`, with groups of `count` blocks, the last perhaps shorter; Megatron-LM's method "uniform"."""
     return _for_stacks(Layering(Method.EVERY, count), inside, "none")
 
 
 def _for_stacks(layering: Layering, inside: str | Policy, default: str) -> Policy:
     policy = get_policy(inside)
     if layering.method is Method.FIRST and policy.region is Region.NOTHING:
-        raise PolicyError(
-            f"first({layering.count},none) checkpoints nothing. Write 'none', or give another policy inside."
-        )
+        raise PolicyError(f"first({layering.count},none) checkpoints nothing. Write 'none', or another policy inside.")
     shown = "" if policy.name == default else f",{policy.name}"
     return Policy(
         name=f"{layering.method.value}({layering.count}{shown})",

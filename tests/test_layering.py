@@ -111,7 +111,9 @@ def test_a_policy_for_stacks_has_no_union():
 
 
 def test_it_is_made_by_its_function():
-    with pytest.raises(PolicyError, match=r"has region stack, layering None .*with segments\(\.\.\.\), first"):
+    with pytest.raises(
+        PolicyError, match=r"has region stack, layering None .*Make one for stacks with segments, first"
+    ):
         Policy("mine", "what I use", region=Region.STACK)
     with pytest.raises(PolicyError, match=r"has region block, layering segments\(2\)"):
         dataclasses.replace(segments(2), region=Region.BLOCK)
