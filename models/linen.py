@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from models.config import ConfigError, TransformerConfig, configure
 from models.parts import EPSILON, INIT_STD, attend, residual_std
 from models.train import Batch, Params, build_step, cross_entropy
-from remat_kit import Policy, Step, names, remat
+from remat_kit import Policy, Step, get_policy, names, remat, remat_scan, unroll_stack
 
 
 def _dense(config: TransformerConfig, features: int, std: float) -> nn.Dense:
@@ -92,6 +92,7 @@ class Transformer(nn.Module):
         x_BTD = embed(tokens_BT) + positions_TD.astype(dtype)
         x_BTD = nn.Dropout(config.dropout, deterministic=False)(x_BTD)
         block = remat(self.policy)(Block)
+        over = chosen if (chosen := get_policy(self.policy)).layering else None
         if config.stack == "scan":
             stacked = nn.scan(
                 block,
@@ -99,7 +100,11 @@ class Transformer(nn.Module):
                 split_rngs={"params": True, "dropout": True},
                 length=config.layers,
             )
-            x_BTD, _ = stacked(config)(x_BTD, None)
+            run = remat_scan(over)(stacked(config)) if over else stacked(config)
+            x_BTD, _ = run(x_BTD, None)
+        elif over:
+            blocks = [block(config) for _ in range(config.layers)]
+            x_BTD, _ = unroll_stack(over, lambda x_BTD, block: block(x_BTD, None), x_BTD, blocks)
         else:
             for _ in range(config.layers):
                 x_BTD, _ = block(config)(x_BTD, None)

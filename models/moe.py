@@ -225,6 +225,7 @@ class MoETransformer(nnx.Module):
         self.embedding = normal_param((blocks.vocabulary, blocks.width), INIT_STD, blocks, rngs)
         self.positions = normal_param((blocks.seq, blocks.width), INIT_STD, blocks, rngs)
         self.final_norm = LayerNorm(blocks)
+        self.policy = policy
         block_class = remat(policy)(MoEBlock)
         self.blocks = make_blocks(lambda key: block_class(config, rngs=nnx.Rngs(params=key)), blocks, rngs)
 
@@ -235,7 +236,9 @@ class MoETransformer(nnx.Module):
             x_BTD = (self.embedding[...][tokens_BT] + self.positions[...]).astype(config.compute_dtype)
             # The blocks fold in 0 to layers - 1.
             x_BTD = dropout(x_BTD, config.dropout, fold_in_if(config.dropout, key, config.layers))
-        x_BTD, balance_L = run_blocks(self.blocks, config, x_BTD, lambda block, x, number: block(x, number, key))
+        x_BTD, balance_L = run_blocks(
+            self.blocks, config, x_BTD, lambda block, x, number: block(x, number, key), self.policy
+        )
         x_BTD = self.final_norm(x_BTD)
         with jax.named_scope("head"):
             return x_BTD @ self.embedding[...].T.astype(x_BTD.dtype), balance_L.mean()

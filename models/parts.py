@@ -24,7 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from models.config import TransformerConfig
 from models.sharding import constrain, use
-from remat_kit import names
+from remat_kit import Policy, get_policy, names, scan_stack, unroll_stack
 
 EPSILON = 1e-5
 """Added to the variance in both normalizations."""
@@ -299,12 +299,19 @@ def make_blocks(create: Callable[[jax.Array], nnx.Module], config: TransformerCo
 
 
 def run_blocks(
-    blocks: nnx.Module, config: TransformerConfig, x_BTD: jax.Array, call: Callable[[Any, jax.Array, Any], Any]
+    blocks: nnx.Module,
+    config: TransformerConfig,
+    x_BTD: jax.Array,
+    call: Callable[[Any, jax.Array, Any], Any],
+    policy: str | Policy = "none",
 ) -> tuple[jax.Array, Any]:
     """The output of the last of the blocks of `make_blocks` [B, T, D], and what each gave beside it, stacked.
 
-    `call(block, x_BTD, number)` is a block's output and a pytree (or None) beside it; blocks count from 0.
+    `call(block, x_BTD, number)` is a block's output and a pytree (or None) beside it; blocks count from 0. `policy` is
+    what the blocks were wrapped with: one for stacks leaves them as they are and acts here.
     """
+    chosen = get_policy(policy)
+    over = chosen if chosen.layering else "none"
     if config.stack == "scan":
         definition, stacked = nnx.split(blocks)
 
@@ -313,11 +320,9 @@ def run_blocks(
             return call(nnx.merge(definition, state), x_BTD, number)
 
         numbers_L = jnp.arange(config.layers, dtype=jnp.uint32)
-        return jax.lax.scan(body, x_BTD, (numbers_L, nnx.as_pure(stacked)))
+        return scan_stack(over, body, x_BTD, (numbers_L, nnx.as_pure(stacked)))
 
     assert isinstance(blocks, nnx.List)
-    beside = []
-    for number, block in enumerate(blocks):
-        x_BTD, extra = call(block, x_BTD, np.uint32(number))
-        beside.append(extra)
+    layers = [(np.uint32(number), block) for number, block in enumerate(blocks)]
+    x_BTD, beside = unroll_stack(over, lambda x_BTD, layer: call(layer[1], x_BTD, layer[0]), x_BTD, layers)
     return x_BTD, jax.tree.map(lambda *leaves: jnp.stack(leaves), *beside)

@@ -47,13 +47,16 @@ class Transformer(nnx.Module):
         self.positions = normal_param((config.seq, config.width), INIT_STD, config, rngs) if gpt_style else None
         self.final_norm = (LayerNorm if gpt_style else RMSNorm)(config)
         self.head = None if config.tied else normal_param((config.width, config.vocabulary), INIT_STD, config, rngs)
+        self.policy = policy
         block_class = remat(policy)(Block)
         self.blocks = make_blocks(lambda key: block_class(config, rngs=nnx.Rngs(params=key)), config, rngs)
 
     def __call__(self, tokens_BT: jax.Array, key: jax.Array) -> jax.Array:
         """Logits [B, T, V] in the compute dtype; `key` is a typed key for all dropout of the step."""
         x_BTD = self.embed(tokens_BT, key)
-        x_BTD, _ = run_blocks(self.blocks, self.config, x_BTD, lambda block, x, number: (block(x, number, key), None))
+        x_BTD, _ = run_blocks(
+            self.blocks, self.config, x_BTD, lambda block, x, number: (block(x, number, key), None), self.policy
+        )
         x_BTD = whole(residual(self.final_norm(residual(x_BTD, self.config)), self.config))
         with jax.named_scope("head"):
             head_DV = self.embedding[...].T if self.head is None else self.head[...]

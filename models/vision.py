@@ -118,6 +118,7 @@ class VisionTransformer(nnx.Module):
         self.positions = normal_param((blocks.seq, blocks.width), INIT_STD, blocks, rngs)
         self.final_norm = LayerNorm(blocks)
         self.head = Dense(blocks.width, config.classes, blocks, INIT_STD, ("embed", None), rngs=rngs)
+        self.policy = policy
         block_class = remat(policy)(Block)
         self.blocks = make_blocks(lambda key: block_class(blocks, rngs=nnx.Rngs(params=key)), blocks, rngs)
 
@@ -128,7 +129,9 @@ class VisionTransformer(nnx.Module):
         x_BND = self.embedding(patch_BNP) + self.positions[...].astype(config.compute_dtype)
         # The blocks fold in 0 to layers - 1.
         x_BND = dropout(x_BND, config.dropout, fold_in_if(config.dropout, key, config.layers))
-        x_BND, _ = run_blocks(self.blocks, config, x_BND, lambda block, x, number: (block(x, number, key), None))
+        x_BND, _ = run_blocks(
+            self.blocks, config, x_BND, lambda block, x, number: (block(x, number, key), None), self.policy
+        )
         return self.head(self.final_norm(x_BND).mean(axis=1))
 
 

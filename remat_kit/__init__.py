@@ -38,14 +38,20 @@ if TYPE_CHECKING:
     from remat_kit._policy import Policy as Policy
     from remat_kit._policy import Region as Region
     from remat_kit._policy import Rule as Rule
+    from remat_kit._policy import every as every
+    from remat_kit._policy import first as first
     from remat_kit._policy import get_policy as get_policy
     from remat_kit._policy import offload as offload
     from remat_kit._policy import parse_policies as parse_policies
     from remat_kit._policy import save as save
     from remat_kit._policy import save_kernels as save_kernels
+    from remat_kit._policy import segments as segments
     from remat_kit._policy import union as union
     from remat_kit._program import analyze_file as analyze_file
     from remat_kit._record import Record as Record
+    from remat_kit._stack import remat_scan as remat_scan
+    from remat_kit._stack import scan_stack as scan_stack
+    from remat_kit._stack import unroll_stack as unroll_stack
     from remat_kit._step import Step as Step
     from remat_kit._step import Workload as Workload
     from remat_kit._target import CHIPS as CHIPS
@@ -82,17 +88,23 @@ _HOME = {
     "Policy": "_policy",
     "Region": "_policy",
     "Rule": "_policy",
+    "every": "_policy",
+    "first": "_policy",
     "get_policy": "_policy",
     "offload": "_policy",
     "parse_policies": "_policy",
     "save": "_policy",
     "save_kernels": "_policy",
+    "segments": "_policy",
     "union": "_policy",
     "auto_remat": "_plan.auto",
     "plan": "_plan.make",
     "Plan": "_plan.plan",
     "analyze_file": "_program",
     "Record": "_record",
+    "remat_scan": "_stack",
+    "scan_stack": "_stack",
+    "unroll_stack": "_stack",
     "Step": "_step",
     "Workload": "_step",
     "CHIPS": "_target",

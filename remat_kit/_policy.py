@@ -16,6 +16,7 @@ import jax
 
 from remat_kit import names
 from remat_kit._errors import PolicyError, did_you_mean
+from remat_kit._layering import Layering, Method, call_of, count_and_inside, split_outside
 
 
 class Rule(enum.Enum):
@@ -38,6 +39,8 @@ class Region(enum.Enum):
     """No `jax.checkpoint` at all: autodiff saves what it saves."""
     BLOCK = "block"
     """The function or module that `remat` is applied to."""
+    STACK = "stack"
+    """Many blocks, one after another: what `scan_stack` and its kin run."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,8 @@ class Policy:
       region: what is wrapped.
       xla_remat: XLA's own rematerialization pass may act on the step, as it does in a job that asks for nothing. For
         all other policies it is off unless the compile options say otherwise, so that they can be compared.
+      layering: how a stack of blocks is divided, when that is what is wrapped; see `segments`, `first` and `every`.
+      inside: the policy in each part of it; of FIRST, that of the first blocks. It may be one for stacks again.
     """
 
     name: str
@@ -65,6 +70,8 @@ class Policy:
     rule: Rule = Rule.RECOMPUTE
     region: Region = Region.BLOCK
     xla_remat: bool = False
+    layering: Layering | None = None
+    inside: "Policy | None" = None
 
     def __post_init__(self) -> None:
         for field in ("saves", "offloads", "kernels"):
@@ -78,11 +85,28 @@ class Policy:
                 f"policy {self.name!r} both saves and offloads {', '.join(both)}. "
                 "A tensor can be kept on the device or on the host, not both: drop it from one of the two."
             )
+        is_stack = self.region is Region.STACK
+        if is_stack != (self.layering is not None) or is_stack != (self.inside is not None):
+            raise PolicyError(
+                f"policy {self.name!r} has region {self.region.value}, layering {self.layering} and inside "
+                f"{self.inside}, which do not go together. Make one for stacks with segments, first or every."
+            )
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
         """All tensor names that the policy mentions, sorted."""
-        return tuple(sorted({*self.saves, *self.offloads}))
+        return tuple(sorted({*self.saves, *self.offloads, *(self.inside.tensor_names if self.inside else ())}))
+
+    @property
+    def of_block(self) -> "Policy":
+        """What a block by itself is under: this policy, or of one for stacks the innermost policy inside."""
+        return self.inside.of_block if self.inside else self
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether blocks are inside a checkpointed part of a stack, and `of_block` applies in there."""
+        checkpoints = self.layering is not None and self.layering.method is not Method.FIRST
+        return checkpoints or (self.inside is not None and self.inside.is_nested)
 
     def __or__(self, other: "Policy") -> "Policy":
         """The union: a value is kept or offloaded when either policy does so; see `union`."""
@@ -127,11 +151,53 @@ def save_kernels(*primitive_names: str) -> Policy:
     return Policy(f"save_kernels({','.join(wanted)})", "keep the outputs of these primitives", kernels=wanted)
 
 
+def segments(count: int | str = "auto", inside: str | Policy = "none") -> Policy:
+    """The policy that checkpoints a stack of blocks in `count` segments and keeps what goes into each segment alone.
+
+    In backward a segment runs again as a whole, with `inside` as the policy of its blocks. With `none` all that
+    autodiff keeps of one segment is alive meanwhile, and the step runs one more forward. With `full` only the inputs of
+    its blocks are, and the step runs two more. `inside` may be a policy for stacks again.
+
+    `count` is a number from 1 to that of the blocks, or "auto": the number with the fewest bytes alive at once, those
+    that go into segments and those kept inside one; or "sqrt": about √N, whatever the blocks keep; or "recursive":
+    segments in segments down to single blocks, about 2·log2(N) inputs kept at once and log2(N) more forwards.
+    All three are of Chen et al. 2016 (arXiv 1604.06174); `Layering.sizes` has the rules.
+    """
+    return _for_stacks(Layering(Method.SEGMENTS, count), inside, "none")
+
+
+def first(count: int, inside: str | Policy = "full") -> Policy:
+    """The policy that has the first `count` blocks of a stack under policy `inside`, the others without a checkpoint.
+
+    Megatron-LM calls it the method "block".
+    """
+    return _for_stacks(Layering(Method.FIRST, count), inside, "full")
+
+
+def every(count: int, inside: str | Policy = "none") -> Policy:
+    """As `segments`, with groups of `count` blocks, the last perhaps shorter; Megatron-LM's method "uniform"."""
+    return _for_stacks(Layering(Method.EVERY, count), inside, "none")
+
+
+def _for_stacks(layering: Layering, inside: str | Policy, default: str) -> Policy:
+    policy = get_policy(inside)
+    if layering.method is Method.FIRST and policy.region is Region.NOTHING:
+        raise PolicyError(f"first({layering.count},none) checkpoints nothing. Write 'none', or another policy inside.")
+    shown = "" if policy.name == default else f",{policy.name}"
+    return Policy(
+        name=f"{layering.method.value}({layering.count}{shown})",
+        summary=f"{layering.summary}; inside: {policy.name}",
+        region=Region.STACK,
+        layering=layering,
+        inside=policy,
+    )
+
+
 def union(*policies: Policy) -> Policy:
     """The policy that saves or offloads a value when any of `policies` does.
 
     Raises PolicyError when one of them saves what another offloads, when two have different rules for
-    values without a name, or when `none` is among them (it wraps nothing, so there is nothing to unite).
+    values without a name, or when `none` or a policy for stacks is among them (they wrap nothing, or another thing).
     """
     if not policies:
         raise PolicyError("the union of no policies: give at least one, e.g. union(save('context')).")
@@ -142,6 +208,12 @@ def union(*policies: Policy) -> Policy:
             raise PolicyError(
                 f"policy {policy.name!r} wraps nothing, so it has no union with another one. "
                 "Unite policies that wrap a block, e.g. dots_saveable | save('context')."
+            )
+        if policy.layering is not None:
+            raise PolicyError(
+                f"policy {policy.name!r} is for a stack of blocks, so it has no union with another one. "
+                f"Put the union inside, e.g. {policy.layering.method.value}({policy.layering.count},"
+                "dots_saveable|save(context))."
             )
     rules = {policy.rule for policy in policies} - {Rule.RECOMPUTE}
     if len(rules) > 1:
@@ -219,12 +291,13 @@ POLICIES: dict[str, Policy] = {
 }  # fmt: skip
 """Every named policy. The command line, the documentation and the contract tests are generated from it."""
 
-_CALL = re.compile(r"(save|offload|save_kernels)\(([^()]*)\)")
 _FUNCTIONS: dict[str, Callable[..., Policy]] = {"save": save, "offload": offload, "save_kernels": save_kernels}
+_OF_STACKS: dict[str, Callable[..., Policy]] = {"segments": segments, "first": first, "every": every}
 
 
 def get_policy(policy: "str | Policy") -> Policy:
-    """The policy that `policy` names: a name of POLICIES, `save(a,b)`, `offload(a)`, or a union `x|y`.
+    """The policy that `policy` names: a name of POLICIES, `save(a,b)`, `offload(a)`, a union `x|y`, or one for
+    stacks of blocks, `segments(auto)`, `first(6,full)`, `every(2,x|y)`.
 
     A Policy is returned as it is. Raises PolicyError for anything else; `None` is refused because some
     libraries read it as "no remat" and `jax.checkpoint` reads it as "recompute everything".
@@ -241,33 +314,37 @@ def get_policy(policy: "str | Policy") -> Policy:
             f"{policy!r} is not a policy. Give a name ({', '.join(POLICIES)}), or a remat_kit.Policy, "
             "e.g. remat_kit.save('context')."
         )
-    parts = [part.strip() for part in policy.split("|")]
+    parts = split_outside(policy, "|")
     if len(parts) > 1:
         return union(*map(get_policy, parts))
-    if call := _CALL.fullmatch(parts[0]):
-        tensor_names = [name.strip() for name in call[2].split(",") if name.strip()]
-        return _FUNCTIONS[call[1]](*tensor_names)
+    call = call_of(parts[0])
+    if call and call[0] in _FUNCTIONS:
+        return _FUNCTIONS[call[0]](*call[1])
+    if call and call[0] in _OF_STACKS:
+        return _OF_STACKS[call[0]](*count_and_inside(*call))
     if parts[0] in POLICIES:
         return POLICIES[parts[0]]
+    hint = did_you_mean(call[0], [*_FUNCTIONS, *_OF_STACKS]) if call else ""
     raise PolicyError(
-        f"there is no policy {policy!r}.{did_you_mean(policy, POLICIES)} "
-        f"Policies: {', '.join(POLICIES)}; or save(NAME,...), offload(NAME,...), and unions with |."
+        f"there is no policy {policy!r}.{hint or did_you_mean(policy, POLICIES)} Policies: {', '.join(POLICIES)}; "
+        "or save(NAME,...), offload(NAME,...), and unions with |; "
+        "or for stacks of blocks segments(auto), first(COUNT), every(COUNT), each also as segments(auto,POLICY)."
     )
 
 
 def parse_policies(text: str) -> tuple[Policy, ...]:
     """The policies of a comma-separated list, in order and each once; `all` is the whole table.
 
-    Commas inside parentheses belong to the policy: `none,save(query_proj,context),full`.
+    Commas inside parentheses belong to the policy: `none,save(query_proj,context),segments(4,save(context)),full`.
     """
     if text.strip() == "all":
         return tuple(POLICIES.values())
-    parts = [part for part in re.split(r",(?![^()]*\))", text) if part.strip()]
+    parts = [part for part in split_outside(text, ",") if part]
     if not parts:
         raise PolicyError(
             f"no policy in {text!r}. Give a comma-separated list or 'all'. Policies: {', '.join(POLICIES)}."
         )
-    return tuple(dict.fromkeys(get_policy(part.strip()) for part in parts))
+    return tuple(dict.fromkeys(get_policy(part) for part in parts))
 
 
 @functools.cache
@@ -275,9 +352,10 @@ def lower(policy: Policy) -> Callable[..., Any] | None:
     """The `jax.checkpoint` policy function of `policy`; None is JAX's "recompute everything".
 
     Cached, so that equal policies give the same function and JAX's own caches hit. Where one of JAX's
-    policies says the same, it is that one. Not defined for a policy that wraps nothing.
+    policies says the same, it is that one. Not defined for a policy that wraps nothing or
+    a stack.
     """
-    assert policy.region is not Region.NOTHING, policy
+    assert policy.region is Region.BLOCK, policy
     built_in = jax.checkpoint_policies
     base: Callable[..., Any] | None = {
         Rule.RECOMPUTE: None,

@@ -108,9 +108,22 @@ def trace(step: Step, target: Target, policy: Policy | None = None) -> TracedSte
 
 def check_policy(policy: Policy, jaxpr: Any, tags: frozenset[str]) -> tuple[str, ...]:
     """Warnings about `policy` on this model. Raises PolicyError when none of its names is in the model."""
+    in_stack = policy.region is Region.STACK
+    if in_stack and not checkpoint_regions(jaxpr):
+        return (
+            f"policy {policy.name!r} had no effect: the step differentiates no stack of blocks that was run under it. "
+            "Run the blocks with scan_stack, unroll_stack or remat_scan, or use a policy for a block, e.g. full",
+        )
+    nested = in_stack and policy.is_nested
+    policy = policy.of_block
     if policy.region is Region.NOTHING:
         return ()
     warnings = []
+    if nested and jax.config.jax_remat3 and lower(policy):
+        warnings.append(
+            f"jax_remat3 is on, under which JAX does not ask a policy inside a checkpointed part of a stack: what "
+            f"{policy.name!r} keeps inside a part is computed again, as with full inside"
+        )
     known = f"The model tags: {', '.join(sorted(tags))}." if tags else "The model tags no tensor."
     wanted = set(policy.tensor_names)
     if wanted == {names.WEIGHTS} and not wanted & tags:
@@ -131,7 +144,8 @@ def check_policy(policy: Policy, jaxpr: Any, tags: frozenset[str]) -> tuple[str,
         warnings.append(
             f"none of the kernels that policy {policy.name!r} keeps ({', '.join(policy.kernels)}) is in the program"
         )
-    ignored = _kept_but_recomputed(policy, jaxpr)
+    # A part of a stack runs again as a whole, also what the policy inside keeps while it does.
+    ignored = 0 if in_stack else _kept_but_recomputed(policy, jaxpr)
     if ignored:
         remat3 = " jax_remat3 is on, under which JAX asks a policy about fewer primitives." * jax.config.jax_remat3
         warnings.append(

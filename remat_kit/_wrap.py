@@ -36,7 +36,8 @@ def remat(policy: str | Policy | Checkpoint) -> Callable[[T], T]:
     It takes a Linen module class (also one that `nn.scan` then lifts), an NNX module class, a method, a bound
     method or a plain function, whose arguments may hold modules. A class comes back as a subclass of the same
     name whose `__call__` is rematerialized; it is not changed in place. Under policy `none` the object itself
-    comes back.
+    comes back, and so it does under a policy for stacks of blocks: what runs the stack applies all of that, see
+    `scan_stack`, and a block that was wrapped besides would be computed again once more.
 
     The traced program is that of a hand-written `jax.checkpoint` (or `nn.remat`, `nnx.remat`) with the same
     policy. Raises PolicyError when `policy` is not a policy, or when what it is applied to cannot be wrapped.
@@ -44,7 +45,7 @@ def remat(policy: str | Policy | Checkpoint) -> Callable[[T], T]:
     chosen = get_policy(policy) if isinstance(policy, str | Policy) or not isinstance(policy, Checkpoint) else policy
 
     def decorate(target: T) -> T:
-        if isinstance(chosen, Policy) and chosen.region is Region.NOTHING:
+        if isinstance(chosen, Policy) and chosen.region is not Region.BLOCK:
             return target
         return _wrap(target, chosen)
 

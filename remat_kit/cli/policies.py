@@ -31,6 +31,8 @@ def command(json_file: _input.JsonOption = None, force: _input.ForceOption = Fal
         table.add_row(row["name"], row["summary"], " ".join(row["saves"] + row["kernels"]), " ".join(row["offloads"]))
     _output.show_table(table, json_file)
     _output.show(
-        "Also save(NAME,...), offload(NAME,...), save_kernels(PRIMITIVE,...); and unions with |\n",
+        "Also save(NAME,...), offload(NAME,...), save_kernels(PRIMITIVE,...); and unions with |\n"
+        "For stacks of blocks: segments(auto|sqrt|recursive|COUNT), first(COUNT), every(COUNT), each also with a "
+        "policy inside, segments(4,selective_attention)\n",
         json_file,
     )
