@@ -17,8 +17,8 @@ from jax.interpreters import ad
 
 from remat_kit._explanation import Checkpoint
 from remat_kit._jaxpr import Eqn, Jaxpr, bodies, flops_of, nbytes, num_matmuls, primitive_of, tag_of
+from remat_kit._lower import is_kept
 from remat_kit._phase import BACKWARD, FORWARD, RECOMPUTE, UPDATE, phase_of
-from remat_kit._policy import is_kept
 
 _REMAT2 = frozenset({"remat2", "checkpoint", "remat"})  # its name differs between JAX versions
 _REMAT3 = "RematTraced"

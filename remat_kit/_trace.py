@@ -34,7 +34,8 @@ from remat_kit._jaxpr import (
     tag_of,
     walk,
 )
-from remat_kit._policy import POLICIES, Policy, Region, is_kept, lower
+from remat_kit._lower import is_kept, lower
+from remat_kit._policy import POLICIES, Policy, Region
 from remat_kit._regions import checkpoint_regions
 from remat_kit._saved import Saved, saved_values
 from remat_kit._scopes import nnx_scopes

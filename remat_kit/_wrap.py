@@ -25,7 +25,8 @@ import numpy as np
 from flax import nnx
 
 from remat_kit._errors import PolicyError
-from remat_kit._policy import Checkpoint, Policy, Region, get_policy, lower
+from remat_kit._lower import lower
+from remat_kit._policy import Checkpoint, Policy, Region, get_policy
 
 T = TypeVar("T")
 

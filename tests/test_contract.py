@@ -31,8 +31,8 @@ from hlo_samples import skip_without_plugin
 
 from models import transformer
 from remat_kit import POLICIES, get_policy, get_target, trace
+from remat_kit._lower import lower
 from remat_kit._measure import tolerance_of
-from remat_kit._policy import lower
 
 each_cell = pytest.mark.parametrize(("policy", "variant"), cells())
 on_the_diagonal = pytest.mark.parametrize(("policy", "variant"), diagonal())

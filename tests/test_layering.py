@@ -8,7 +8,7 @@ import pytest
 from remat_kit import POLICIES, Policy, Region, every, first, get_policy, parse_policies, save, segments, union
 from remat_kit._errors import PolicyError
 from remat_kit._layering import Layering, Method, balanced, runs, square_root
-from remat_kit._policy import lower
+from remat_kit._lower import lower
 
 # ---- values and text
 

@@ -26,6 +26,7 @@ ORDER = (
     "_units",
     "_layering",
     "_policy",
+    "_lower",
     "_wrap",
     "_stack",
     "_scopes",

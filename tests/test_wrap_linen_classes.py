@@ -10,7 +10,7 @@ from test_wrap_linen import RNGS, Block, X, assert_unchanged, count_checkpoints,
 
 from remat_kit import POLICIES, remat
 from remat_kit._errors import PolicyError
-from remat_kit._policy import lower
+from remat_kit._lower import lower
 
 # ---- classes
 

@@ -13,7 +13,7 @@ from flax import nnx
 from remat_kit import POLICIES, remat
 from remat_kit._errors import PolicyError
 from remat_kit._jaxpr import walk
-from remat_kit._policy import lower
+from remat_kit._lower import lower
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

@@ -11,7 +11,7 @@ from test_wrap_functions import Kind, W, X, block, full
 
 from remat_kit import POLICIES, Region, remat, save
 from remat_kit._jaxpr import count_work
-from remat_kit._policy import lower
+from remat_kit._lower import lower
 
 # ---- the program
 

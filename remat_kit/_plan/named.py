@@ -5,11 +5,12 @@ from typing import Any
 
 import jax
 
+from remat_kit._lower import is_kept, lower
 from remat_kit._plan.block import Block
 from remat_kit._plan.flat import Flat
 from remat_kit._plan.graph import Graph
 from remat_kit._plan.solve import Solution, bare, evaluate
-from remat_kit._policy import POLICIES, Policy, Region, Rule, is_kept, lower
+from remat_kit._policy import POLICIES, Policy, Region, Rule
 
 
 class NamedBlock:
