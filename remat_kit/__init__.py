@@ -15,9 +15,12 @@ if TYPE_CHECKING:
     from remat_kit._compile import compile_step as compile_step
     from remat_kit._diff import Diff as Diff
     from remat_kit._diff import diff as diff
+    from remat_kit._disk.offload import DiskOffload as DiskOffload
+    from remat_kit._disk.offload import disk_offload as disk_offload
     from remat_kit._effect import Effect as Effect
     from remat_kit._effect import effect as effect
     from remat_kit._errors import CompileError as CompileError
+    from remat_kit._errors import DiskError as DiskError
     from remat_kit._errors import MeasurementError as MeasurementError
     from remat_kit._errors import OutputError as OutputError
     from remat_kit._errors import PlanError as PlanError
@@ -68,9 +71,12 @@ _HOME = {
     "compile_step": "_compile",
     "Diff": "_diff",
     "diff": "_diff",
+    "DiskOffload": "_disk.offload",
+    "disk_offload": "_disk.offload",
     "Effect": "_effect",
     "effect": "_effect",
     "CompileError": "_errors",
+    "DiskError": "_errors",
     "MeasurementError": "_errors",
     "OutputError": "_errors",
     "PlanError": "_errors",

@@ -8,6 +8,7 @@ from remat_kit import _fingerprint
 from remat_kit._compile import CompiledStep, MemoryStats
 from remat_kit._hlo.arguments import category_of_label
 from remat_kit._hlo.roofline import predict
+from remat_kit._overlap import overlap
 from remat_kit._policy import Policy, get_policy
 from remat_kit._program import read_program
 from remat_kit._record import Record
@@ -30,6 +31,7 @@ def analyze(compiled: CompiledStep, workload: Workload, policy: str | Policy) ->
     need = need_bytes(memory)
     fit = judge_fit(need + program.constant_bytes, target)
     work, saved = traced.work, traced.saved
+    copies = overlap(program.module, prediction).advice(max(0, fit.margin_bytes))
     return Record(
         workload=workload.spec,
         options=dict(workload.options),
@@ -68,7 +70,7 @@ def analyze(compiled: CompiledStep, workload: Workload, policy: str | Policy) ->
         fits=fit.fits,
         margin_bytes=fit.margin_bytes,
         assumptions=fit.assumptions,
-        warnings=(*traced.warnings, *program.warnings(), *prediction.warnings),
+        warnings=(*traced.warnings, *program.warnings(), *prediction.warnings, *copies),
         **program.fields(),
         **program.communication(prediction),
     )

@@ -13,6 +13,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from remat_kit._errors import CompileError, TargetError
+from remat_kit._jaxpr import primitive_of, walk
 from remat_kit._trace import TracedStep
 
 ON, OFF = "on", "off"
@@ -189,6 +190,14 @@ def _check_target(traced: TracedStep) -> None:
             f"{target.chip.title} has no bfloat16 matmuls, and this step has some. "
             "Build the step in float16 or float32, or name a GPU of compute capability 8.0 or later (a100 and on)."
         )
+    if not target.attached:
+        calls = sorted({name for each in walk(traced.traced.jaxpr) if (name := primitive_of(each.eqn)) in _CALLBACKS})
+        if calls:
+            raise TargetError(
+                f"this step calls back into Python ({', '.join(calls)}), as disk offloading does, and XLA compiles "
+                f"that only for a device that is there, which {target.name!r} is not. Use --target attached on a "
+                "machine with the GPU, or --target cpu; or give the step without it: policy full recomputes as much."
+            )
     if not target.attached and target.compute_capability < _OLDEST_OF_CUDA_13 and not _has_cuda_12():
         capability = ".".join(map(str, target.compute_capability))
         raise TargetError(
@@ -197,6 +206,7 @@ def _check_target(traced: TracedStep) -> None:
         )
 
 
+_CALLBACKS = frozenset({"io_callback", "pure_callback"})
 _OLDEST_OF_CUDA_13 = (7, 5)
 
 

@@ -28,6 +28,10 @@ class OutputError(RematKitError):
     """A file that cannot be written, or that exists and may not be overwritten."""
 
 
+class DiskError(RematKitError):
+    """Values that cannot be kept on disk, or that did not come back from there as they were."""
+
+
 class MeasurementError(RematKitError):
     """A step that cannot be measured here, or whose loss or gradients differ from policy `none`."""
 

@@ -6,8 +6,9 @@ ones compare unequal, and their classes come and go between JAX versions. It is 
 """
 
 import enum
+import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -123,8 +124,28 @@ class Checkpoint(Protocol):
         ...
 
     def checkpoint(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The block checkpointed; its arguments are arrays and pytrees of arrays."""
+        """The block checkpointed; its arguments are arrays and pytrees of arrays. See also `argument_names`."""
         ...
+
+
+STATE = ""
+"""In the place of an argument's name: it is the state of modules, parameters above all."""
+
+
+def with_argument_names(function: Callable[..., Any], names: Iterable[str]) -> Callable[..., Any]:
+    """`function`, told which parameter of the wrapped code each of its positional arguments belongs to, or `STATE`."""
+
+    @functools.wraps(function)
+    def named(*args: Any) -> Any:
+        return function(*args)
+
+    named.remat_kit_argument_names = tuple(names)  # pyright: ignore[reportAttributeAccessIssue]
+    return named
+
+
+def argument_names(function: Callable[..., Any]) -> tuple[str, ...] | None:
+    """What `with_argument_names` told of a function, None where nothing did."""
+    return getattr(function, "remat_kit_argument_names", None)
 
 
 def save(*tensor_names: str) -> Policy:

@@ -15,6 +15,7 @@ from remat_kit._hlo.module import Module, without_collection
 from remat_kit._hlo.proto import parse
 from remat_kit._hlo.roofline import Prediction, predict
 from remat_kit._modules import choose, find_modules, read
+from remat_kit._overlap import overlap
 from remat_kit._record import Record
 from remat_kit._target import Target, judge_fit
 from remat_kit._units import MiB, format_bytes
@@ -112,6 +113,8 @@ def analyze_module(data: bytes, name: str, target: Target | None = None) -> Reco
     prediction = predict(program.module, target.chip) if target else None
     fit = judge_fit(heap.need_bytes + program.constant_bytes, target) if target else None
     warnings = program.warnings()
+    if prediction and fit:
+        warnings += overlap(program.module, prediction).advice(max(0, fit.margin_bytes))
     if program.module.platform == "cpu" and (target is None or target.chip.platform != "cpu"):
         warnings += (
             "this program was compiled for the CPU: its bytes and kernels are the CPU's. Dump it where the job runs "

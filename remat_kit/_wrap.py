@@ -26,7 +26,7 @@ from flax import nnx
 
 from remat_kit._errors import PolicyError
 from remat_kit._lower import lower
-from remat_kit._policy import Checkpoint, Policy, Region, get_policy
+from remat_kit._policy import STATE, Checkpoint, Policy, Region, get_policy, with_argument_names
 
 T = TypeVar("T")
 
@@ -134,8 +134,9 @@ def _checkpointed(
         return function(*args, **kwargs)
 
     dynamic.__name__ = getattr(function, "__name__", "dynamic")  # JAX's errors name it
+    names = () if isinstance(policy, Policy) else arguments.names(function)
     if transform is not nn.remat:
-        return _transformed(transform, dynamic, policy)
+        return _transformed(transform, dynamic, policy, names)
 
     # nn.remat lifts the scope of its first argument, a module, and of all modules among the others.
     def module_first(*arrays: Any) -> Any:
@@ -144,16 +145,18 @@ def _checkpointed(
         def lifted(module: nn.Module, *others: Any) -> Any:
             return dynamic(*others[:first], module, *others[first:])
 
-        lifted_call = _transformed(nn.remat, lifted, policy)
+        # Flax puts variables and random keys before the arguments, and lifts the module out of them.
+        others = (STATE, STATE, *(name for i, name in enumerate(names) if i != first))
+        lifted_call = _transformed(nn.remat, lifted, policy, others)
         return lifted_call(arrays[first], *arrays[:first], *arrays[first + 1 :])
 
     return module_first
 
 
 def _transformed(
-    transform: Callable[..., Any], function: Callable[..., Any], policy: Policy | Checkpoint
+    transform: Callable[..., Any], function: Callable[..., Any], policy: Policy | Checkpoint, names: tuple[str, ...]
 ) -> Callable[..., Any]:
-    """`function` under jax.checkpoint, nnx.remat or nn.remat with a policy.
+    """`function` under jax.checkpoint, nnx.remat or nn.remat with a policy; `names` as of `argument_names`.
 
     The latter two make a function of arrays out of one of modules and give it to `jax.checkpoint`, also called
     `jax.remat`. What checkpoints in its own way takes that one's place while they do.
@@ -161,7 +164,7 @@ def _transformed(
     if isinstance(policy, Policy):
         return transform(function, policy=lower(policy), prevent_cse=True)
     if transform is jax.checkpoint:
-        return policy.checkpoint(function)
+        return policy.checkpoint(with_argument_names(function, names))
 
     @functools.wraps(function)
     def run(*arrays: Any) -> Any:
@@ -173,7 +176,7 @@ def _transformed(
         def once(inner: Callable[..., Any], **_: Any) -> Callable[..., Any]:
             jax.checkpoint = jax.remat = original  # what the block itself checkpoints is its own
             asked.append(True)
-            return policy.checkpoint(inner)
+            return policy.checkpoint(with_argument_names(inner, names))
 
         jax.checkpoint = jax.remat = once
         try:
@@ -202,6 +205,23 @@ class _Arguments:
     leaves: tuple[Any, ...]
     kinds: tuple[Any, ...]
     """What `==` on the leaves does not tell apart: True and 1 and 1.0, 0.0 and -0.0."""
+    modules: tuple[bool, ...]
+    """Of each hole whether a module goes there."""
+
+    def names(self, function: Callable[..., Any]) -> tuple[str, ...]:
+        """Of each array the parameter of `function` that it was given for, of a module `STATE`."""
+        args, kwargs = self.structure.children()
+        keys = kwargs.node_data()[1]
+        bound = inspect.signature(function).bind(*range(len(args.children())), **{key: key for key in keys})
+        # In the place of each argument stands its number or its key; *args and **kwargs hold several.
+        owner: dict[Any, str] = {}
+        for name, given in bound.arguments.items():
+            held = given.values() if isinstance(given, dict) else given if isinstance(given, tuple) else (given,)
+            owner.update(dict.fromkeys(held, name))
+        parts = [*enumerate(args.children()), *zip(keys, kwargs.children(), strict=True)]
+        names = [owner[place] for place, part in parts for _ in range(part.num_leaves)]
+        holes = [name for name, leaf in zip(names, self.leaves, strict=True) if leaf is _HOLE]
+        return tuple(STATE if is_module else name for name, is_module in zip(holes, self.modules, strict=True))
 
     def fill(self, arrays: tuple[Any, ...]) -> Any:
         values = iter(arrays)
@@ -225,7 +245,8 @@ def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], _A
         transform = nnx.remat
     else:
         transform = jax.checkpoint
-    return moving, _Arguments(structure, fixed, kinds), transform
+    modules = tuple(isinstance(leaf, (*_NNX_NODES, nn.Module, nn.Variable)) for leaf in moving)
+    return moving, _Arguments(structure, fixed, kinds, modules), transform
 
 
 _NNX_NODES = (nnx.Pytree, nnx.Variable)
