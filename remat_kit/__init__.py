@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from remat_kit._diff import diff as diff
     from remat_kit._effect import Effect as Effect
     from remat_kit._effect import effect as effect
+    from remat_kit._enable.front import disable_remat as disable_remat
+    from remat_kit._enable.front import enable_remat as enable_remat
     from remat_kit._errors import CompileError as CompileError
     from remat_kit._errors import MeasurementError as MeasurementError
     from remat_kit._errors import OutputError as OutputError
@@ -64,6 +66,8 @@ _HOME = {
     "diff": "_diff",
     "Effect": "_effect",
     "effect": "_effect",
+    "disable_remat": "_enable.front",
+    "enable_remat": "_enable.front",
     "CompileError": "_errors",
     "MeasurementError": "_errors",
     "OutputError": "_errors",
