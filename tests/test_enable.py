@@ -123,6 +123,8 @@ def test_what_repeats_with_most_parameters_is_found():
 def test_a_stacked_module_is_found():
     stacked = ((3, 8, 16), (3, 16), (3, 16, 8), (3, 8))
     assert paths([part("layers", Mlp, stacked), part("head", nnx.Linear, ((8, 2), (2,)))]) == ["layers"]
+    inner = [part(f"layers/Dense_{n}", nn.Dense, stacked[2 * n : 2 * n + 2]) for n in (0, 1)]
+    assert paths([*inner, part("layers", Mlp, stacked)]) == ["layers"]
     assert paths([part("one", Mlp, ((8, 8), (8,), (8, 8), (8,)))]) == []
 
 

@@ -205,7 +205,7 @@ class _Run(_Recorder):
         super().__init__(root)
         self.rule = rule
         self.inside = False
-        self.checkpoints: set[tuple[str, ...]] = set()
+        self.called: dict[tuple[str, ...], nn.Module] = {}
 
     def __call__(
         self, function: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext
@@ -215,9 +215,8 @@ class _Run(_Recorder):
             return function(*args, **kwargs)
         path = self.note(module)
         if path is None:
-            if _is_lifted(type(module)) and type(module).__name__.startswith("Checkpoint"):
-                self.checkpoints.add(module.path[len(self.root) :])
             return function(*args, **kwargs)
+        self.called[path] = module
         if rule.pick is None:
             raise RematKitError(
                 f"{type(module).__name__} was called inside of another module, where enable_remat cannot find what "
@@ -225,7 +224,7 @@ class _Run(_Recorder):
             )
         if module.is_initializing() or not rule.pick(_own(type(module)), path):
             return function(*args, **kwargs)
-        if path in self.checkpoints:
+        if self._is_checkpointed(path):
             raise already_checkpointed(type(module).__name__)
         rule.matched = True
         self.inside = True
@@ -233,6 +232,13 @@ class _Run(_Recorder):
             return rule.wrapped(type(module))(module, *args, **kwargs)
         finally:
             self.inside = False
+
+    def _is_checkpointed(self, path: tuple[str, ...]) -> bool:
+        """Whether the module at a path was made by `nn.remat`, which calls one of the class it was made of instead."""
+        holder = self.called.get(path[:-1]) if path else None
+        children = getattr(getattr(holder, "_state", None), "children", {})
+        cls = type(children.get(path[-1])) if path else object
+        return _is_lifted(cls) and cls.__name__.startswith("Checkpoint")
 
 
 def _is_lifted(cls: type) -> bool:

@@ -141,10 +141,13 @@ def repeated(parts: Sequence[Part]) -> list[Part]:
             stacks[_starred(part.path), part.cls].append(part)
     candidates = [stack for stack in stacks.values() if len(stack) > 1 or _is_stacked(stack[0])]
     chosen: list[list[Part]] = []
-    left = sorted(candidates, key=_size_of, reverse=True)
+    left = sorted(candidates, key=lambda stack: (-_size_of(stack), len(stack[0].path)))
     while left and (not chosen or _size_of(left[0]) >= _LEAST * _size_of(chosen[0])):
         best = left[0]
-        while inner := [each for each in left if _is_in(each, best) and _size_of(each) >= _MOST * _size_of(best)]:
+        # One module that stands for many is a block as it is: in it every bias looks like a matrix.
+        while len(best) > 1 and (
+            inner := [each for each in left if _is_in(each, best) and _size_of(each) >= _MOST * _size_of(best)]
+        ):
             best = inner[0]
         chosen.append(best)
         left = [each for each in left if each is not best and not _is_in(each, best) and not _is_in(best, each)]
