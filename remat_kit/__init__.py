@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from remat_kit._disk.offload import disk_offload as disk_offload
     from remat_kit._effect import Effect as Effect
     from remat_kit._effect import effect as effect
+    from remat_kit._enable.front import disable_remat as disable_remat
+    from remat_kit._enable.front import enable_remat as enable_remat
     from remat_kit._errors import CompileError as CompileError
     from remat_kit._errors import DiskError as DiskError
     from remat_kit._errors import MeasurementError as MeasurementError
@@ -75,6 +77,8 @@ _HOME = {
     "disk_offload": "_disk.offload",
     "Effect": "_effect",
     "effect": "_effect",
+    "disable_remat": "_enable.front",
+    "enable_remat": "_enable.front",
     "CompileError": "_errors",
     "DiskError": "_errors",
     "MeasurementError": "_errors",

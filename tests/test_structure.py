@@ -58,6 +58,7 @@ ORDER = (
     "_xprof",
     "_measure",
     "_plan",
+    "_enable",
     "_cell",
     "_worker",
     "_pool",

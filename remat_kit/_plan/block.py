@@ -100,13 +100,7 @@ class Block:
 
     def tagged(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
         """As `_primal`, with the model's own tags, by which a reader knows the values of the derivative."""
-        tags, ops = self.flat.tags, self.flat.ops
-
-        def tag(number: int, value: Any) -> Any:
-            return checkpoint_name(value, tags[number]) if number in tags else value
-
-        arguments = [tag(number, value) for number, value in zip(self.flat.inputs, arguments, strict=True)]
-        return tuple(self.flat.run(arguments, lambda place, value: tag(ops[place[0]].outputs[place[1]], value)))
+        return tagged(self.flat, arguments)
 
     def _rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
         derivative = self._derivative(primals, tangents)
@@ -155,6 +149,17 @@ class BareBlock:
     def __call__(self, *arguments: Any) -> list[Any]:
         """The block's outputs."""
         return self.flat.run(arguments)
+
+
+def tagged(flat: Flat, arguments: Sequence[Any]) -> tuple[Any, ...]:
+    """The outputs of a program for `arguments`, with the model's own tags on the values in it."""
+    tags, ops = flat.tags, flat.ops
+
+    def tag(number: int, value: Any) -> Any:
+        return checkpoint_name(value, tags[number]) if number in tags else value
+
+    arguments = [tag(number, value) for number, value in zip(flat.inputs, arguments, strict=True)]
+    return tuple(flat.run(arguments, lambda place, value: tag(ops[place[0]].outputs[place[1]], value)))
 
 
 def _name(place: Place) -> str:

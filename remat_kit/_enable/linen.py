@@ -1,0 +1,249 @@
+"""Linen models: modules are made anew in every call, so calls of the blocks are intercepted while the model runs.
+
+The parameter tree, initial values and random streams stay: nothing is renamed, and `init` runs the model as it is.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import threading
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from flax import linen as nn
+
+from remat_kit._enable.block import CheckedPolicy, already_checkpointed
+from remat_kit._enable.where import Part, Pick, no_match, picker, repeated
+from remat_kit._errors import PolicyError, RematKitError
+from remat_kit._policy import Checkpoint, Policy
+from remat_kit._wrap import remat
+
+_BEFORE = "_remat_kit_class"
+"""The attribute of an enabled class that is the class it was made of."""
+_LIFTED = "flax.linen.transforms"
+"""Where the classes that nn.scan, nn.remat and their kin make say that they are from."""
+
+_in_use = jax.make_user_context(None)
+"""A part of the keys of JAX's caches: what `nn.jit` traced with and without blocks rematerialized is not mixed up."""
+
+
+def enable(model: nn.Module, policy: Policy | Checkpoint, where: tuple[str | type, ...] | None) -> nn.Module:
+    """A copy of `model` that rematerializes the modules that are meant whenever it runs."""
+    if hasattr(type(model), _BEFORE):
+        raise PolicyError(
+            f"enable_remat is on in this {type(model).__name__} already. Give it the result of disable_remat(model)."
+        )
+    if model.scope is not None or model.parent is not None:
+        raise PolicyError(
+            f"this {type(model).__name__} is bound to variables, or is part of another module. Give enable_remat the "
+            "model as it is before init, bind and apply."
+        )
+    return _copy(model, _enabled(type(model), policy, where))
+
+
+def disable(model: nn.Module) -> nn.Module | None:
+    """The model that `model` was made of by `enable`; None when it was not."""
+    before = getattr(type(model), _BEFORE, None)
+    return None if before is None else _copy(model, before)
+
+
+def _copy(model: nn.Module, cls: type) -> nn.Module:
+    fields = {each.name for each in dataclasses.fields(model) if each.init} - {"parent"}
+    return cls(**{name: getattr(model, name) for name in fields}, parent=None)
+
+
+# Cached, so that equal models are equal when they are enabled: Flax and JAX compare them, with their classes.
+@functools.lru_cache(maxsize=256)
+def _enabled(cls: type, policy: Policy | Checkpoint, where: tuple[str | type, ...] | None) -> type:
+    rule = _Rule(policy, where)
+
+    @nn.nowrap
+    @functools.wraps(cls.apply)
+    def apply(self: Any, variables: Any, *args: Any, **kwargs: Any) -> Any:
+        call = functools.partial(cls.apply, self, variables, *args, **kwargs)
+        if rule.pick is None:
+            rule.find(call, variables, cls.__name__)
+        with rule.used(()) as run:
+            result = call()
+        rule.check(run, cls.__name__, kwargs.get("method"))
+        return result
+
+    @functools.wraps(cls.__call__)
+    def of_bound(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if rule.is_running or self.is_initializing():
+            return cls.__call__(self, *args, **kwargs)
+        with rule.used(self.path) as run:
+            result = cls.__call__(self, *args, **kwargs)
+        rule.check(run, cls.__name__, None)
+        return result
+
+    namespace = {
+        "apply": apply,
+        "__call__": of_bound,
+        "__doc__": cls.__doc__,
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        _BEFORE: cls,
+    }
+    return types.new_class(cls.__name__, (cls,), {}, lambda body: body.update(namespace))
+
+
+class _Rule:
+    """What is rematerialized, and how, in the models of one enabled class.
+
+    Attributes:
+      where: as the user gave it; pick: the same as a function, None until what repeats has been found.
+      matched: whether a module was ever rematerialized; a later call may take it from JAX's caches.
+      local: whether a run is going on in this thread.
+    """
+
+    def __init__(self, policy: Policy | Checkpoint, where: tuple[str | type, ...] | None) -> None:
+        self.policy = policy
+        self.where = where
+        self.pick: Pick | None = None if where is None else picker(where)
+        self.matched = False
+        self.local = threading.local()
+        self._wrapped: dict[type, Callable[..., Any]] = {}
+
+    @contextlib.contextmanager
+    def used(self, root: tuple[str, ...]) -> "Iterator[_Run]":
+        """While it is open, calls of modules that are meant, below `root`, are rematerialized in this thread."""
+        run = _Run(self, root)
+        with self._running(run), _in_use((self.policy, self.where)):
+            yield run
+
+    @contextlib.contextmanager
+    def _running(self, interceptor: "_Recorder") -> Iterator[None]:
+        before = self.is_running
+        self.local.running = True
+        try:
+            with nn.intercept_methods(interceptor):
+                yield
+        finally:
+            self.local.running = before
+
+    @property
+    def is_running(self) -> bool:
+        """Whether calls are intercepted in this thread."""
+        return getattr(self.local, "running", False)
+
+    def find(self, call: Callable[[], Any], variables: Any, model: str) -> None:
+        """Finds the modules that repeat, by an abstract run. Raises RematKitError when there are none."""
+        recorder = _Recorder(())
+
+        def quiet() -> None:
+            with self._running(recorder):
+                call()
+
+        jax.eval_shape(quiet)
+        parts = recorder.parts(variables)
+        meant = {part.path for part in repeated(parts)}
+        if not meant:
+            raise no_match(None, parts, model)
+        self.pick = lambda cls, path: path in meant
+
+    def check(self, run: "_Run", model: str, method: Any) -> None:
+        """Raises RematKitError when a run of the whole model met no module that is meant."""
+        if method is None and not self.matched:
+            raise no_match(self.where, run.parts(), model)
+
+    def wrapped(self, cls: type) -> Callable[..., Any]:
+        """What calls a module of a class, rematerialized."""
+        if cls not in self._wrapped:
+            policy = self.policy
+            around = CheckedPolicy(policy, cls.__name__) if isinstance(policy, Policy) else policy
+            self._wrapped[cls] = remat(around)(_call)
+        return self._wrapped[cls]
+
+
+def _call(module: Any, /, *args: Any, **kwargs: Any) -> Any:
+    return module(*args, **kwargs)
+
+
+class _Recorder:
+    """Notes which modules are called below `root`, and changes nothing."""
+
+    def __init__(self, root: tuple[str, ...]) -> None:
+        self.root = root
+        self.classes: dict[tuple[str, ...], type] = {}
+
+    def __call__(
+        self, function: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext
+    ) -> Any:
+        self.note(context.module)
+        return function(*args, **kwargs)
+
+    def note(self, module: nn.Module) -> tuple[str, ...] | None:
+        """The path of a module; None for one outside, and for what nn.scan and its kin put around it."""
+        if module.scope is None or module.path[: len(self.root)] != self.root:
+            return None
+        path = module.path[len(self.root) :]
+        if _is_lifted(type(module)):
+            return None
+        self.classes[path] = type(module)
+        return path
+
+    def parts(self, variables: Any = None) -> list[Part]:
+        """The modules that were called, with the shapes of their parameters where variables are given."""
+        params = (variables or {}).get("params", {})
+        shapes = [
+            (tuple(str(key.key) for key in path), leaf.shape)
+            for path, leaf in jax.tree.leaves_with_path(nn.unbox(params))
+        ]
+        return [
+            Part(path, cls, tuple(shape for place, shape in shapes if place[: len(path)] == path))
+            for path, cls in self.classes.items()
+        ]
+
+
+class _Run(_Recorder):
+    """Rematerializes the outermost modules that a rule means while a model runs."""
+
+    def __init__(self, rule: _Rule, root: tuple[str, ...]) -> None:
+        super().__init__(root)
+        self.rule = rule
+        self.inside = False
+        self.called: dict[tuple[str, ...], nn.Module] = {}
+
+    def __call__(
+        self, function: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext
+    ) -> Any:
+        module, rule = context.module, self.rule
+        if self.inside or context.method_name != "__call__":
+            return function(*args, **kwargs)
+        path = self.note(module)
+        if path is None:
+            return function(*args, **kwargs)
+        self.called[path] = module
+        if rule.pick is None:
+            raise RematKitError(
+                f"{type(module).__name__} was called inside of another module, where enable_remat cannot find what "
+                "repeats. Say which modules with where."
+            )
+        if module.is_initializing() or not rule.pick(_own(type(module)), path):
+            return function(*args, **kwargs)
+        if self._is_checkpointed(path):
+            raise already_checkpointed(type(module).__name__)
+        rule.matched = True
+        self.inside = True
+        try:
+            return rule.wrapped(type(module))(module, *args, **kwargs)
+        finally:
+            self.inside = False
+
+    def _is_checkpointed(self, path: tuple[str, ...]) -> bool:
+        """Whether the module at a path was made by `nn.remat`, which calls one of the class it was made of instead."""
+        holder = self.called.get(path[:-1]) if path else None
+        children = getattr(getattr(holder, "_state", None), "children", {})
+        cls = type(children.get(path[-1])) if path else object
+        return _is_lifted(cls) and cls.__name__.startswith("Checkpoint")
+
+
+def _is_lifted(cls: type) -> bool:
+    return cls.__module__ == _LIFTED
+
+
+def _own(cls: type) -> type:
+    return getattr(cls, _BEFORE, cls)
