@@ -300,13 +300,14 @@ def _length(xs: Any, length: int | None) -> int:
     leaves = jax.tree.leaves(xs)
     found = {jnp.shape(leaf)[0] if jnp.shape(leaf) else None for leaf in leaves}
     found |= {length} if length is not None else set()
-    if len(found) != 1 or None in found:
+    shared = found.pop() if len(found) == 1 else None
+    if shared is None:
         lengths = ", ".join(sorted(map(str, found))) or "none"
         raise PolicyError(
             f"scan_stack got a stack without one length: {lengths}. Every array of xs has the blocks as its first axis "
             "[L, ...]; without arrays, give length=L."
         )
-    return int(found.pop())
+    return int(shared)
 
 
 # The scan of somebody else

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
+from jax.extend import core
 
 from remat_kit._disk.transfer import Traffic, Transfer
 from remat_kit._errors import DiskError, PolicyError, did_you_mean
@@ -148,7 +149,8 @@ class DiskOffload:
         def run(kept: Sequence[Any], written: Sequence[Any]) -> list[Any]:
             others, activations = iter(kept[len(traced.consts) :]), iter(written)
             leaves = [next(activations) if is_written else next(others) for is_written in chosen]
-            return jax.core.eval_jaxpr(traced.jaxpr, kept[: len(traced.consts)], *leaves)
+            closed = traced.replace(consts=list(kept[: len(traced.consts)]))
+            return core.jaxpr_as_fun(closed)(*leaves)
 
         block = jax.custom_vjp(run)
 

@@ -10,8 +10,9 @@ from jax.extend import core
 
 from remat_kit._errors import PolicyError
 from remat_kit._jaxpr import count_flops, walk
+from remat_kit._lower import lower
 from remat_kit._plan.flat import REMATS, remat_body
-from remat_kit._policy import Policy, lower
+from remat_kit._policy import Policy
 
 _MOST = 0.8
 """What share of a block's FLOPs is in its own checkpoints for it to be rematerialized already."""

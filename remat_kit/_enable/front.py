@@ -45,9 +45,9 @@ def enable_remat[Model](model: Model, policy: str | Policy | Checkpoint = "full"
         return model
     if isinstance(model, nnx.Module):
         objects.enable(model, chosen, meant)
-        return model
+        return model  # pyright: ignore[reportReturnType]
     if isinstance(model, nn.Module):
-        return linen.enable(model, chosen, meant)
+        return linen.enable(model, chosen, meant)  # pyright: ignore[reportReturnType]
     return functions.enable(model, chosen, meant)  # pyright: ignore[reportReturnType]
 
 
@@ -58,6 +58,6 @@ def disable_remat[Model](model: Model) -> Model:
     """
     if isinstance(model, nnx.Module):
         objects.disable(model)
-        return model
+        return model  # pyright: ignore[reportReturnType]
     before: Any = linen.disable(model) if isinstance(model, nn.Module) else functions.disable(model)
-    return model if before is None else before
+    return model if before is None else before  # pyright: ignore[reportReturnType]

@@ -13,11 +13,12 @@ from remat_kit._enable.where import HOW, path_regex
 from remat_kit._errors import PolicyError, RematKitError
 from remat_kit._hlo.scope import module_path
 from remat_kit._jaxpr import walk
+from remat_kit._lower import lower
 from remat_kit._plan.block import tagged
 from remat_kit._plan.find import find_sites
 from remat_kit._plan.flat import CALLS, is_plain_call, primitive_of
 from remat_kit._plan.layout import Instance, as_program, lay_out
-from remat_kit._policy import Checkpoint, Policy, lower
+from remat_kit._policy import Checkpoint, Policy
 from remat_kit._scopes import nnx_scopes
 from remat_kit._trace import Differentiated, losses_rewritten, losses_stopped
 
