@@ -50,12 +50,16 @@ SWEEPS = {
 }
 
 
+OVERLAP = "xla_gpu_enable_latency_hiding_scheduler=true"
+"""What training jobs switch on: without it XLA waits for almost every collective where it starts it."""
+
+
 def sweep(name: str, layers: int | None = None) -> int:
     """The exit status of one sweep; its records are in RESULTS."""
     chosen = SWEEPS[name]
     fewer = [f"layers={layers}"] if layers else []
     outputs = ["--json", f"{RESULTS / name}.json", "--force"]
-    where = ["--target", chosen.target, "--mesh", chosen.mesh, "--policies", chosen.policies]
+    where = ["--target", chosen.target, "--mesh", chosen.mesh, "--policies", chosen.policies, "--xla-option", OVERLAP]
     return remat_kit(["sweep", *chosen.workload, *fewer, *where, *outputs])
 
 
@@ -71,7 +75,7 @@ def render() -> None:
             continue
         records = _record.load(path.read_text())
         options = " ".join(f"{key}={value}" for key, value in records[0].options.items())
-        where = f"on {chosen.target}, mesh {chosen.mesh}"
+        where = f"on {chosen.target}, mesh {chosen.mesh}, {OVERLAP}"
         parts += [f"## {name}\n", f"`{chosen.workload[0]} {options}` {where}, as data in [{path.name}]({path.name})\n"]
         parts += [markdown.render(records), collectives_table(records)]
     (RESULTS / "sharded_sweep.md").write_text("\n".join(parts))

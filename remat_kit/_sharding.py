@@ -87,7 +87,7 @@ def sharding_warnings(step: Step, args: tuple[Any, ...], devices: Mesh) -> tuple
         found.append(
             f"no argument is sharded along mesh axis {axis!r}, so its {devices.shape[axis]} devices may all do the same"
         )
-    kept = [each for each in used if each[0][0].idx in step.donate]  # type: ignore[union-attr]
+    kept = [each for each in used if each[0][0].idx in step.donate]
     whole = [(path, leaf) for path, leaf, axes in kept if not axes and _bytes(leaf) >= _NOTEWORTHY_BYTES]
     total, state = (sum(map(_bytes, leaves)) for leaves in ([leaf for _, leaf in whole], [leaf for _, leaf, _ in kept]))
     if total > _NOTEWORTHY_SHARE * state and any(axes for *_, axes in kept):

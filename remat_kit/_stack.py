@@ -300,14 +300,14 @@ def _length(xs: Any, length: int | None) -> int:
     leaves = jax.tree.leaves(xs)
     found = {jnp.shape(leaf)[0] if jnp.shape(leaf) else None for leaf in leaves}
     found |= {length} if length is not None else set()
-    shared = found.pop() if len(found) == 1 else None
-    if shared is None:
+    (only, *others) = found or {None}
+    if others or only is None:
         lengths = ", ".join(sorted(map(str, found))) or "none"
         raise PolicyError(
             f"scan_stack got a stack without one length: {lengths}. Every array of xs has the blocks as its first axis "
             "[L, ...]; without arrays, give length=L."
         )
-    return int(shared)
+    return int(only)
 
 
 # The scan of somebody else
@@ -338,10 +338,28 @@ def _first_scan_under(policy: Policy) -> Iterator[list[bool]]:
                     "flipped arrays, or use scan_stack."
                 )
             found.append(True)  # scans inside the blocks are theirs
-            return scan_stack(policy, f, init, xs, length)
+            return _run_traced_once(policy, f, init, xs, length)
 
         jax.lax.scan = scan
         try:
             yield found
         finally:
             jax.lax.scan = original
+
+
+def _run_traced_once(policy: Policy, body: Body, init: Any, xs: Any, length: int | None) -> tuple[Any, Any]:
+    """`scan_stack` with a body that is traced once and run as that jaxpr, on plain lists of arrays.
+
+    Linen counts the random keys that a scanned module takes from one trace of it to the next: blocks that are traced
+    in several parts would have other dropout masks than in one scan. NNX's pytrees would be taken for modules.
+    """
+    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), xs)
+    jaxpr, shapes = jax.make_jaxpr(body, return_shape=True)(init, one)
+    carried, resulting = (jax.tree.structure(each) for each in shapes)
+
+    def run(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+        found = core.jaxpr_as_fun(jaxpr)(*carry, *x)
+        return found[: carried.num_leaves], found[carried.num_leaves :]
+
+    carry, results = scan_stack(policy, run, jax.tree.leaves(init), jax.tree.leaves(xs), length)
+    return jax.tree.unflatten(carried, carry), jax.tree.unflatten(resulting, results)

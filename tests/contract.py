@@ -227,6 +227,8 @@ BY_HAND: dict[str, Callable[[], Any]] = {
     "minimal_offloaded": lambda: to_host(*PROJECTIONS, "mlpwo"),
     "offload_dots_with_no_batch_dims": lambda: JAX.offload_dot_with_no_batch_dims("device", "pinned_host"),
     "offload_block_input": lambda: to_host("decoder_layer_input"),
+    "save_gathered_weights": lambda: only("gathered_weights"),
+    "save_reduced": lambda: only("out_proj", "mlpwo"),
     "save(query_proj,mlpwi)|offload(context)": lambda: to_host("context", saved=("query_proj", "mlpwi")),
     "dots_saveable|offload(context)": lambda: either("context", to_host("context"), JAX.dots_saveable),
     "dots_with_no_batch_dims_saveable|save(context)": lambda: either(

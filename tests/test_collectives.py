@@ -10,6 +10,7 @@ from hlo_samples import CHIP, LAUNCH, LINK, add, close, hand_made
 from remat_kit._communication import Collective, counts
 from remat_kit._hlo.module import Module
 from remat_kit._hlo.roofline import predict
+from remat_kit._reasons import Pair
 from remat_kit._record import Record, dump, load
 from remat_kit._report import communication, html, text
 
@@ -129,3 +130,12 @@ def test_groups_larger_than_a_machine_are_warned_of() -> None:
 
     prediction = predict(Module.from_proto(hand_made(main=main)), CHIP)
     assert any("among 64 devices are predicted as if one machine held them all" in each for each in prediction.warnings)
+
+
+def test_saved_bytes_of_all_devices_are_not_compared_with_the_need_of_one() -> None:
+    # 5 MB less need of 1 GB. Of 80 MB kept for backward that is little; of a device's 10 MB it is half.
+    base = dataclasses.replace(RECORD, need_bytes=10**9, saved_bytes=8 * 10**7, mesh={"device": 1})
+    record = dataclasses.replace(base, need_bytes=10**9 - 5 * 10**6)
+    assert Pair(record, base).is_small
+    on_eight = [dataclasses.replace(each, mesh={"tensor": 8}) for each in (record, base)]
+    assert not Pair(*on_eight).is_small

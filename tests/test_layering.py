@@ -105,7 +105,7 @@ def test_bad_counts(make, count):
 
 def test_a_policy_for_stacks_has_no_union():
     with pytest.raises(PolicyError, match=r"'segments\(4\)' is for a stack of blocks.*inside, e\.g\. segments\(4,dots"):
-        segments(4) | save("a")
+        _ = segments(4) | save("a")
     with pytest.raises(PolicyError, match=r"'first\(2\)' is for a stack of blocks"):
         union(save("a"), first(2))
 
