@@ -49,10 +49,11 @@ class Block(nn.Module):
 
 class Net(nn.Module):
     block: type = Block
+    depth: int = 3
 
     @nn.compact
     def __call__(self, x, train=False):
-        for _ in range(3):
+        for _ in range(self.depth):
             x = self.block()(x, train=train, mask=None)
         return nn.Dense(2)(x)
 
@@ -118,6 +119,12 @@ def test_what_repeats_with_most_parameters_is_found():
     assert paths([*layers, *small]) == ["layers/0", "layers/1"]
     embeddings = [part(f"embed_{n}", nnx.Embed, ((1000, 8),)) for n in (0, 1)]
     assert paths(embeddings) == []  # one layer each
+    mixers = [part(f"layers/{layer}/mixer", Stack) for layer in (0, 1)]
+    normed = [part(f"layers/{layer}", Mlp, (*mixers[0].shapes, (8,))) for layer in (0, 1)]
+    assert paths([*normed, *mixers]) == ["layers/0", "layers/1"]  # all but a norm is in one module of each
+    experts = [part(f"layers/{layer}/experts/{n}", Stack) for layer in (0, 1) for n in range(8)]
+    moe = [part(f"layers/{layer}", Mlp, experts[0].shapes * 8 + ((8, 8),) * 2) for layer in (0, 1)]
+    assert paths([*moe, *experts]) == ["layers/0", "layers/1"]  # beside attention
 
 
 def test_a_stacked_module_is_found():
@@ -220,14 +227,24 @@ def test_linen_blocks_under_remat_are_refused():
         def __call__(self, x, train, mask):
             return x + nn.Dense(8)(jnp.tanh(nn.Dense(16)(x)))
 
+    class Derived(nn.remat(Flagless)):
+        pass
+
     class Whole(nn.Module):
+        made: type
+
         @nn.compact
         def __call__(self, x):
-            return nn.remat(Flagless)(name="block")(x, None, None)
+            return self.made(name="block")(x, None, None)
 
-    variables = Whole().init(KEY, X)
-    with pytest.raises(PolicyError, match="Flagless is rematerialized already"):
-        enable_remat(Whole(), "full", "Flagless").apply(variables, X)
+    for made in (nn.remat(Flagless), nn.remat(nn.jit(Flagless)), nn.jit(nn.remat(Flagless)), Derived):
+        variables = Whole(made).init(KEY, X)
+        for where in ("Flagless", "block"):
+            with pytest.raises(PolicyError, match="Flagless is rematerialized already"):
+                enable_remat(Whole(made), "full", where).apply(variables, X)
+    # A checkpoint around more than the block is none of its own.
+    enabled = enable_remat(Whole(nn.jit(Flagless)), "full", "Flagless")
+    assert checkpoints(functools.partial(enabled.apply, variables), X) == 1
 
 
 # ---- Linen
@@ -247,10 +264,27 @@ def test_linen_keeps_parameters_state_and_dropout(where, assert_same_tree):
 
     results = [jax.value_and_grad(loss, has_aux=True)(variables["params"], each) for each in (model, enabled)]
     assert_same_tree(results[1], results[0], atol=1e-5)
-    assert recomputed(lambda params: loss(params, enabled)[0], variables["params"]) == 3  # the first product of each
+    # Both products of each block: BatchNorm, at the end, is differentiated by what it takes.
+    assert recomputed(lambda params: loss(params, enabled)[0], variables["params"]) == 6
     assert disable_remat(enabled) == model != enabled
     assert enabled == enable_remat(model, "full", where)
     assert hash(enabled) == hash(enable_remat(model, "full", where))
+
+
+def test_linen_models_of_one_class_are_told_apart():
+    for depth in (2, 3, 2):
+        variables = Net(depth=depth).init(KEY, X)
+        enabled = enable_remat(Net(depth=depth))
+        assert checkpoints(functools.partial(enabled.apply, variables), X) == depth
+        assert checkpoints(lambda x, bound=enabled.bind(variables): bound(x), X) == depth
+        enabled = enable_remat(Net(depth=depth), "full", "Block_2")
+        if depth == 3:
+            assert checkpoints(functools.partial(enabled.apply, variables), X) == 1
+        else:
+            with pytest.raises(RematKitError, match="no module of Net fits where='Block_2'"):
+                enabled.apply(variables, X)
+    with pytest.raises(RematKitError, match="Net was called bound to variables or inside of another module"):
+        enable_remat(Net(depth=5)).bind(variables)(X)
 
 
 def test_linen_bound_and_as_a_part_of_another():

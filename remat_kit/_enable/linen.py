@@ -9,6 +9,7 @@ import functools
 import threading
 import types
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -22,8 +23,8 @@ from remat_kit._wrap import remat
 
 _BEFORE = "_remat_kit_class"
 """The attribute of an enabled class that is the class it was made of."""
-_LIFTED = "flax.linen.transforms"
-"""Where the classes that nn.scan, nn.remat and their kin make say that they are from."""
+_CHECKPOINT = nn.remat(nn.Dense)
+"""What nn.remat makes of a class: how Flax names it, and where it says that it is from, as for nn.scan and its kin."""
 
 _in_use = jax.make_user_context(None)
 """A part of the keys of JAX's caches: what `nn.jit` traced with and without blocks rematerialized is not mixed up."""
@@ -63,20 +64,25 @@ def _enabled(cls: type, policy: Policy | Checkpoint, where: tuple[str | type, ..
     @functools.wraps(cls.apply)
     def apply(self: Any, variables: Any, *args: Any, **kwargs: Any) -> Any:
         call = functools.partial(cls.apply, self, variables, *args, **kwargs)
-        if rule.pick is None:
-            rule.find(call, variables, cls.__name__)
-        with rule.used(()) as run:
+        found = rule.found(self) or rule.find(self, call, variables)
+        with rule.used((), found) as run:
             result = call()
-        rule.check(run, cls.__name__, kwargs.get("method"))
+        found.check(run, kwargs.get("method"))
         return result
 
     @functools.wraps(cls.__call__)
     def of_bound(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         if rule.is_running or self.is_initializing():
             return cls.__call__(self, *args, **kwargs)
-        with rule.used(self.path) as run:
+        found = rule.found(_copy(self, type(self)))
+        if found is None:
+            raise RematKitError(
+                f"{cls.__name__} was called bound to variables or inside of another module, where enable_remat cannot "
+                "find what repeats. Say which modules with where, or call apply once before."
+            )
+        with rule.used(self.path, found) as run:
             result = cls.__call__(self, *args, **kwargs)
-        rule.check(run, cls.__name__, None)
+        found.check(run, None)
         return result
 
     namespace = {
@@ -90,28 +96,58 @@ def _enabled(cls: type, policy: Policy | Checkpoint, where: tuple[str | type, ..
     return types.new_class(cls.__name__, (cls,), {}, lambda body: body.update(namespace))
 
 
-class _Rule:
-    """What is rematerialized, and how, in the models of one enabled class.
+@dataclass
+class _Found:
+    """What is meant in one model.
 
     Attributes:
-      where: as the user gave it; pick: the same as a function, None until what repeats has been found.
+      model: what errors call it; where: as the user gave it; pick: the same as a function.
       matched: whether a module was ever rematerialized; a later call may take it from JAX's caches.
-      local: whether a run is going on in this thread.
     """
+
+    model: str
+    where: tuple[str | type, ...] | None
+    pick: Pick
+    matched: bool = False
+
+    def check(self, run: "_Run", method: Any) -> None:
+        """Raises RematKitError when a run of the whole model met no module that is meant."""
+        if method is None and not self.matched:
+            raise no_match(self.where, run.parts(), self.model)
+
+
+class _Rule:
+    """What is rematerialized, and how, in the models of one enabled class."""
 
     def __init__(self, policy: Policy | Checkpoint, where: tuple[str | type, ...] | None) -> None:
         self.policy = policy
         self.where = where
-        self.pick: Pick | None = None if where is None else picker(where)
-        self.matched = False
         self.local = threading.local()
+        self._pick = None if where is None else picker(where)
+        self._found: dict[nn.Module, _Found] = {}
         self._wrapped: dict[type, Callable[..., Any]] = {}
 
+    def found(self, model: nn.Module) -> _Found | None:
+        """What is meant in a model, by where or as it was found before; else None.
+
+        Models of one class differ in depth, so that what was found in one says nothing of another.
+        """
+        with contextlib.suppress(TypeError):  # a field that cannot be hashed: it is found again in every call
+            if model in self._found:
+                return self._found[model]
+        return None if self._pick is None else self._keep(model, self._pick)
+
+    def _keep(self, model: nn.Module, pick: Pick) -> _Found:
+        found = _Found(getattr(type(model), _BEFORE).__name__, self.where, pick)
+        with contextlib.suppress(TypeError):
+            self._found[model] = found
+        return found
+
     @contextlib.contextmanager
-    def used(self, root: tuple[str, ...]) -> "Iterator[_Run]":
+    def used(self, root: tuple[str, ...], found: _Found) -> "Iterator[_Run]":
         """While it is open, calls of modules that are meant, below `root`, are rematerialized in this thread."""
-        run = _Run(self, root)
-        with self._running(run), _in_use((self.policy, self.where)):
+        run = _Run(self, root, found)
+        with self._running(run), _in_use((self.policy, found.pick)):
             yield run
 
     @contextlib.contextmanager
@@ -129,7 +165,7 @@ class _Rule:
         """Whether calls are intercepted in this thread."""
         return getattr(self.local, "running", False)
 
-    def find(self, call: Callable[[], Any], variables: Any, model: str) -> None:
+    def find(self, model: nn.Module, call: Callable[[], Any], variables: Any) -> _Found:
         """Finds the modules that repeat, by an abstract run. Raises RematKitError when there are none."""
         recorder = _Recorder(())
 
@@ -141,13 +177,8 @@ class _Rule:
         parts = recorder.parts(variables)
         meant = {part.path for part in repeated(parts)}
         if not meant:
-            raise no_match(None, parts, model)
-        self.pick = lambda cls, path: path in meant
-
-    def check(self, run: "_Run", model: str, method: Any) -> None:
-        """Raises RematKitError when a run of the whole model met no module that is meant."""
-        if method is None and not self.matched:
-            raise no_match(self.where, run.parts(), model)
+            raise no_match(None, parts, type(model).__name__)
+        return self._keep(model, lambda cls, path: path in meant)
 
     def wrapped(self, cls: type) -> Callable[..., Any]:
         """What calls a module of a class, rematerialized."""
@@ -201,48 +232,50 @@ class _Recorder:
 class _Run(_Recorder):
     """Rematerializes the outermost modules that a rule means while a model runs."""
 
-    def __init__(self, rule: _Rule, root: tuple[str, ...]) -> None:
+    def __init__(self, rule: _Rule, root: tuple[str, ...], found: _Found) -> None:
         super().__init__(root)
         self.rule = rule
+        self.found = found
         self.inside = False
-        self.called: dict[tuple[str, ...], nn.Module] = {}
+        self.lifted: list[nn.Module] = []
+        """What nn.scan, nn.remat and their kin made, and is being called."""
 
     def __call__(
         self, function: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext
     ) -> Any:
-        module, rule = context.module, self.rule
+        module, found = context.module, self.found
         if self.inside or context.method_name != "__call__":
             return function(*args, **kwargs)
+        if _is_lifted(type(module)):
+            self.lifted.append(module)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.lifted.pop()
         path = self.note(module)
-        if path is None:
+        if path is None or module.is_initializing() or not found.pick(_own(type(module)), path):
             return function(*args, **kwargs)
-        self.called[path] = module
-        if rule.pick is None:
-            raise RematKitError(
-                f"{type(module).__name__} was called inside of another module, where enable_remat cannot find what "
-                "repeats. Say which modules with where."
-            )
-        if module.is_initializing() or not rule.pick(_own(type(module)), path):
-            return function(*args, **kwargs)
-        if self._is_checkpointed(path):
+        # nn.remat(Block) calls a Block at its own path, of which the jaxpr shows nothing from inside.
+        if any(_is_checkpoint(type(each)) and each.path == module.path for each in self.lifted):
             raise already_checkpointed(type(module).__name__)
-        rule.matched = True
+        found.matched = True
         self.inside = True
         try:
-            return rule.wrapped(type(module))(module, *args, **kwargs)
+            return self.rule.wrapped(type(module))(module, *args, **kwargs)
         finally:
             self.inside = False
 
-    def _is_checkpointed(self, path: tuple[str, ...]) -> bool:
-        """Whether the module at a path was made by `nn.remat`, which calls one of the class it was made of instead."""
-        holder = self.called.get(path[:-1]) if path else None
-        children = getattr(getattr(holder, "_state", None), "children", {})
-        cls = type(children.get(path[-1])) if path else object
-        return _is_lifted(cls) and cls.__name__.startswith("Checkpoint")
-
 
 def _is_lifted(cls: type) -> bool:
-    return cls.__module__ == _LIFTED
+    """Whether nn.scan, nn.remat or their kin made a class, or one that it was derived from."""
+    return any(base.__module__ == _CHECKPOINT.__module__ for base in cls.__mro__)
+
+
+def _is_checkpoint(cls: type) -> bool:
+    prefix = _CHECKPOINT.__name__.removesuffix(nn.Dense.__name__)
+    return any(
+        base.__module__ == _CHECKPOINT.__module__ and base.__name__.startswith(prefix) for base in cls.__mro__
+    )
 
 
 def _own(cls: type) -> type:
