@@ -240,9 +240,9 @@ def test_linen_blocks_under_remat_are_refused():
     for made in (nn.remat(Flagless), nn.remat(nn.jit(Flagless)), nn.jit(nn.remat(Flagless)), Derived):
         variables = Whole(made).init(KEY, X)
         for where in ("Flagless", "block"):
-            with pytest.raises(PolicyError, match="Flagless is rematerialized already"):
-                enable_remat(Whole(made), "full", where).apply(variables, X)
-    # A checkpoint around more than the block is none of its own.
+            for _ in range(2):  # also where nn.jit has it in its cache
+                with pytest.raises(PolicyError, match="Flagless is rematerialized already"):
+                    enable_remat(Whole(made), "full", where).apply(variables, X)
     enabled = enable_remat(Whole(nn.jit(Flagless)), "full", "Flagless")
     assert checkpoints(functools.partial(enabled.apply, variables), X) == 1
 
@@ -276,7 +276,7 @@ def test_linen_models_of_one_class_are_told_apart():
         variables = Net(depth=depth).init(KEY, X)
         enabled = enable_remat(Net(depth=depth))
         assert checkpoints(functools.partial(enabled.apply, variables), X) == depth
-        assert checkpoints(lambda x, bound=enabled.bind(variables): bound(x), X) == depth
+        assert checkpoints(enabled.bind(variables), X) == depth
         enabled = enable_remat(Net(depth=depth), "full", "Block_2")
         if depth == 3:
             assert checkpoints(functools.partial(enabled.apply, variables), X) == 1
@@ -310,18 +310,37 @@ def test_linen_bound_and_as_a_part_of_another():
     )
 
 
-def test_linen_scan_is_matched_inside_the_loop():
-    class Body(nn.Module):
-        @nn.compact
-        def __call__(self, x, _):
-            return x + nn.Dense(8)(jnp.tanh(nn.Dense(16)(x))), None
+class Body(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return x + nn.Dense(8)(jnp.tanh(nn.Dense(16)(x))), None
 
-    class Scanned(nn.Module):
+
+class Scanned(nn.Module):
+    body: type = Body
+
+    @nn.compact
+    def __call__(self, x):
+        layers = nn.scan(self.body, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+        return layers(name="layers")(x, None)[0]
+
+
+def test_linen_scan_of_remat_is_refused_and_a_checkpoint_of_several_blocks_is_not():
+    model = Scanned(nn.remat(Body))
+    variables = model.init(KEY, X)
+    with pytest.raises(PolicyError, match="Body is rematerialized already"):
+        jax.jit(enable_remat(model).apply)(variables, X)
+
+    class Group(nn.Module):
         @nn.compact
         def __call__(self, x):
-            layers = nn.scan(Body, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
-            return layers(name="layers")(x, None)[0]
+            return nn.remat(Scanned)()(x)
 
+    variables = Group().init(KEY, X)
+    assert checkpoints(functools.partial(enable_remat(Group(), where="Body").apply, variables), X) == 1 + 3
+
+
+def test_linen_scan_is_matched_inside_the_loop():
     model = Scanned()
     variables = model.init(KEY, X)
     for where in ("Body", Body, "layers", None):
@@ -399,6 +418,29 @@ def test_function_refusals():
         enable_remat(lambda x: jnp.tanh(x))(X)
     with pytest.raises(PolicyError, match="is on in forward already"):
         enable_remat(enable_remat(forward))
+
+
+def test_both_implementations_of_remat(remat3, assert_same_tree):
+    graphdef, state = nnx.split(Stack(nnx.Rngs(0)))
+    graphdef_on, _ = nnx.split(enable_remat(Stack(nnx.Rngs(0))))
+    net, variables = Net(), Net().init(KEY, X)
+
+    def merged(graphdef):
+        params, rest = nnx.split_state(state, nnx.Param, ...)
+        return lambda params: (nnx.merge(graphdef, params, rest)(X) ** 2).sum(), params
+
+    def linen(model):
+        return lambda params: (model.apply({**variables, "params": params}, X) ** 2).sum(), variables["params"]
+
+    pairs = [
+        (merged(graphdef), merged(graphdef_on)),
+        (linen(net), linen(enable_remat(net))),
+        ((forward, WEIGHTS, X), (enable_remat(forward), WEIGHTS, X)),
+    ]
+    for (before, *args), (after, *_) in pairs:
+        assert recomputed(before, *args) == 0
+        assert recomputed(after, *args) >= 3
+        assert_same_tree(jax.grad(after)(*args), jax.grad(before)(*args), atol=1e-5)
 
 
 # ---- arguments

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from flax import linen as nn
 
-from remat_kit._enable.block import CheckedPolicy, already_checkpointed
+from remat_kit._enable.block import CheckedPolicy, already_checkpointed, checkpoint_around
 from remat_kit._enable.where import Part, Pick, no_match, picker, repeated
 from remat_kit._errors import PolicyError, RematKitError
 from remat_kit._policy import Checkpoint, Policy
@@ -23,8 +23,8 @@ from remat_kit._wrap import remat
 
 _BEFORE = "_remat_kit_class"
 """The attribute of an enabled class that is the class it was made of."""
-_CHECKPOINT = nn.remat(nn.Dense)
-"""What nn.remat makes of a class: how Flax names it, and where it says that it is from, as for nn.scan and its kin."""
+_LIFTED = nn.remat(nn.Dense).__module__
+"""Where the classes that nn.remat, nn.scan and their kin make say that they are from."""
 
 _in_use = jax.make_user_context(None)
 """A part of the keys of JAX's caches: what `nn.jit` traced with and without blocks rematerialized is not mixed up."""
@@ -68,6 +68,12 @@ def _enabled(cls: type, policy: Policy | Checkpoint, where: tuple[str | type, ..
         with rule.used((), found) as run:
             result = call()
         found.check(run, kwargs.get("method"))
+        if run.lifted and found.around is None:
+            with rule.used((), found):
+                found.around = checkpoint_around(jax.make_jaxpr(lambda: _arrays(call()))())
+            found.lifted = ", ".join(sorted(run.lifted))
+        if found.around:
+            raise already_checkpointed(found.lifted)
         return result
 
     @functools.wraps(cls.__call__)
@@ -103,12 +109,16 @@ class _Found:
     Attributes:
       model: what errors call it; where: as the user gave it; pick: the same as a function.
       matched: whether a module was ever rematerialized; a later call may take it from JAX's caches.
+      around: whether the model has a checkpoint around one of the modules; None where it has not been looked for.
+      lifted: the classes of those that nn.scan, nn.remat or their kin call.
     """
 
     model: str
     where: tuple[str | type, ...] | None
     pick: Pick
     matched: bool = False
+    around: bool | None = None
+    lifted: str = ""
 
     def check(self, run: "_Run", method: Any) -> None:
         """Raises RematKitError when a run of the whole model met no module that is meant."""
@@ -211,7 +221,7 @@ class _Recorder:
         if module.scope is None or module.path[: len(self.root)] != self.root:
             return None
         path = module.path[len(self.root) :]
-        if _is_lifted(type(module)):
+        if type(module).__module__ == _LIFTED:
             return None
         self.classes[path] = type(module)
         return path
@@ -237,8 +247,7 @@ class _Run(_Recorder):
         self.rule = rule
         self.found = found
         self.inside = False
-        self.lifted: list[nn.Module] = []
-        """What nn.scan, nn.remat and their kin made, and is being called."""
+        self.lifted: set[str] = set()
 
     def __call__(
         self, function: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext
@@ -246,18 +255,12 @@ class _Run(_Recorder):
         module, found = context.module, self.found
         if self.inside or context.method_name != "__call__":
             return function(*args, **kwargs)
-        if _is_lifted(type(module)):
-            self.lifted.append(module)
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.lifted.pop()
         path = self.note(module)
         if path is None or module.is_initializing() or not found.pick(_own(type(module)), path):
             return function(*args, **kwargs)
-        # nn.remat(Block) calls a Block at its own path, of which the jaxpr shows nothing from inside.
-        if any(_is_checkpoint(type(each)) and each.path == module.path for each in self.lifted):
-            raise already_checkpointed(type(module).__name__)
+        # nn.remat(Block) calls a Block at its own path, and no interceptor sees it: in the jaxpr it is seen afterwards.
+        if path and module.scope is not None and module.scope.parent is None:
+            self.lifted.add(type(module).__name__)
         found.matched = True
         self.inside = True
         try:
@@ -266,16 +269,8 @@ class _Run(_Recorder):
             self.inside = False
 
 
-def _is_lifted(cls: type) -> bool:
-    """Whether nn.scan, nn.remat or their kin made a class, or one that it was derived from."""
-    return any(base.__module__ == _CHECKPOINT.__module__ for base in cls.__mro__)
-
-
-def _is_checkpoint(cls: type) -> bool:
-    prefix = _CHECKPOINT.__name__.removesuffix(nn.Dense.__name__)
-    return any(
-        base.__module__ == _CHECKPOINT.__module__ and base.__name__.startswith(prefix) for base in cls.__mro__
-    )
+def _arrays(results: Any) -> list[jax.Array]:
+    return [leaf for leaf in jax.tree.leaves(results) if isinstance(leaf, jax.Array)]
 
 
 def _own(cls: type) -> type:

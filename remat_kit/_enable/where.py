@@ -138,7 +138,8 @@ def repeated(parts: Sequence[Part]) -> list[Part]:
     A stack is modules of one class whose paths differ in numbers alone, or one module whose parameters all have a
     first axis of the same size, as `nnx.vmap` and `nn.scan` make them; a block has parameters of two axes in at least
     two places. Where several of a stack are in each module of another, with `_MOST` of its parameters, and what is left
-    of it is no block (blocks in stages, but not experts beside attention), it is the one that counts. Further stacks with `_LEAST` of the first one's parameters are blocks as well (a decoder).
+    of it is no block (blocks in stages, but not experts beside attention), it is the one that counts. Further stacks
+    with `_LEAST` of the first one's parameters are blocks as well (a decoder).
     """
     stacks: dict[tuple[tuple[str, ...], type], list[Part]] = defaultdict(list)
     for part in parts:
