@@ -57,6 +57,9 @@ class Net(nn.Module):
             x = self.block()(x, train=train, mask=None)
         return nn.Dense(2)(x)
 
+    def twice(self, x):
+        return 2 * x
+
 
 def recomputed(loss, *args):
     """Matrix products that run again in the backward of a loss."""
@@ -272,6 +275,10 @@ def test_linen_keeps_parameters_state_and_dropout(where, assert_same_tree):
 
 
 def test_linen_models_of_one_class_are_told_apart():
+    enabled = enable_remat(Net(depth=4))
+    variables = Net(depth=4).init(KEY, X)
+    assert enabled.apply(variables, X, method="twice").shape == X.shape  # no block runs in it
+    assert checkpoints(functools.partial(enabled.apply, variables), X) == 4
     for depth in (2, 3, 2):
         variables = Net(depth=depth).init(KEY, X)
         enabled = enable_remat(Net(depth=depth))

@@ -64,10 +64,11 @@ def _enabled(cls: type, policy: Policy | Checkpoint, where: tuple[str | type, ..
     @functools.wraps(cls.apply)
     def apply(self: Any, variables: Any, *args: Any, **kwargs: Any) -> Any:
         call = functools.partial(cls.apply, self, variables, *args, **kwargs)
-        found = rule.found(self) or rule.find(self, call, variables)
+        method = kwargs.get("method")
+        found = rule.found(self, method) or rule.find(self, method, call, variables)
         with rule.used((), found) as run:
             result = call()
-        found.check(run, kwargs.get("method"))
+        found.check(run, method)
         if run.lifted and found.around is None:
             with rule.used((), found):
                 found.around = checkpoint_around(jax.make_jaxpr(lambda: _arrays(call()))())
@@ -134,23 +135,23 @@ class _Rule:
         self.where = where
         self.local = threading.local()
         self._pick = None if where is None else picker(where)
-        self._found: dict[nn.Module, _Found] = {}
+        self._found: dict[tuple[nn.Module, Any], _Found] = {}
         self._wrapped: dict[type, Callable[..., Any]] = {}
 
-    def found(self, model: nn.Module) -> _Found | None:
-        """What is meant in a model, by where or as it was found before; else None.
+    def found(self, model: nn.Module, method: Any = None) -> _Found | None:
+        """What is meant in a model that runs a method, by where or as it was found before; else None.
 
-        Models of one class differ in depth, so that what was found in one says nothing of another.
+        Models of one class differ in depth, and methods in what they call: what one runs says nothing of another.
         """
         with contextlib.suppress(TypeError):  # a field that cannot be hashed: it is found again in every call
-            if model in self._found:
-                return self._found[model]
-        return None if self._pick is None else self._keep(model, self._pick)
+            if (model, method) in self._found:
+                return self._found[model, method]
+        return None if self._pick is None else self._keep(model, method, self._pick)
 
-    def _keep(self, model: nn.Module, pick: Pick) -> _Found:
+    def _keep(self, model: nn.Module, method: Any, pick: Pick) -> _Found:
         found = _Found(getattr(type(model), _BEFORE).__name__, self.where, pick)
         with contextlib.suppress(TypeError):
-            self._found[model] = found
+            self._found[model, method] = found
         return found
 
     @contextlib.contextmanager
@@ -175,8 +176,11 @@ class _Rule:
         """Whether calls are intercepted in this thread."""
         return getattr(self.local, "running", False)
 
-    def find(self, model: nn.Module, call: Callable[[], Any], variables: Any) -> _Found:
-        """Finds the modules that repeat, by an abstract run. Raises RematKitError when there are none."""
+    def find(self, model: nn.Module, method: Any, call: Callable[[], Any], variables: Any) -> _Found:
+        """Finds the modules that repeat, by an abstract run.
+
+        Raises RematKitError when there are none in the whole model; a method may run none of them.
+        """
         recorder = _Recorder(())
 
         def quiet() -> None:
@@ -186,9 +190,9 @@ class _Rule:
         jax.eval_shape(quiet)
         parts = recorder.parts(variables)
         meant = {part.path for part in repeated(parts)}
-        if not meant:
+        if not meant and method is None:
             raise no_match(None, parts, type(model).__name__)
-        return self._keep(model, lambda cls, path: path in meant)
+        return self._keep(model, method, lambda cls, path: path in meant)
 
     def wrapped(self, cls: type) -> Callable[..., Any]:
         """What calls a module of a class, rematerialized."""
