@@ -46,9 +46,8 @@ def enable_remat[Model](model: Model, policy: str | Policy | Checkpoint = "full"
     if isinstance(model, nnx.Module):
         objects.enable(model, chosen, meant)
         return model
-    if isinstance(model, nn.Module):
-        return linen.enable(model, chosen, meant)
-    return functions.enable(model, chosen, meant)  # pyright: ignore[reportReturnType]
+    given: Any = model
+    return (linen if isinstance(given, nn.Module) else functions).enable(given, chosen, meant)
 
 
 def disable_remat[Model](model: Model) -> Model:
@@ -59,5 +58,6 @@ def disable_remat[Model](model: Model) -> Model:
     if isinstance(model, nnx.Module):
         objects.disable(model)
         return model
-    before: Any = linen.disable(model) if isinstance(model, nn.Module) else functions.disable(model)
-    return model if before is None else before
+    given: Any = model
+    before = linen.disable(given) if isinstance(given, nn.Module) else functions.disable(given)
+    return given if before is None else before

@@ -10,6 +10,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from flax import linen as nn
 from flax import nnx
@@ -69,7 +70,7 @@ def checked(where: Where) -> tuple[str | type, ...] | None:
     """`where` as a tuple, None as it is. Raises RematKitError when it is nothing that says which modules are meant."""
     if where is None:
         return None
-    several = tuple(where) if isinstance(where, list | tuple) else (where,)
+    several: tuple[Any, ...] = tuple(where) if isinstance(where, list | tuple) else (where,)
     for each in several:
         if isinstance(each, str) and each.strip() and _is_readable(each):
             continue
