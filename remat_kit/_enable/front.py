@@ -1,6 +1,6 @@
 """`enable_remat` and `disable_remat`: one switch for a model that nobody wants to edit."""
 
-from typing import Any
+from typing import cast
 
 from flax import linen as nn
 from flax import nnx
@@ -45,9 +45,11 @@ def enable_remat[Model](model: Model, policy: str | Policy | Checkpoint = "full"
         return model
     if isinstance(model, nnx.Module):
         objects.enable(model, chosen, meant)
-        return model
-    given: Any = model
-    return (linen if isinstance(given, nn.Module) else functions).enable(given, chosen, meant)
+        return cast(Model, model)
+    enabled = (
+        linen.enable(model, chosen, meant) if isinstance(model, nn.Module) else functions.enable(model, chosen, meant)
+    )
+    return cast(Model, enabled)
 
 
 def disable_remat[Model](model: Model) -> Model:
@@ -58,6 +60,5 @@ def disable_remat[Model](model: Model) -> Model:
     if isinstance(model, nnx.Module):
         objects.disable(model)
         return model
-    given: Any = model
-    before = linen.disable(given) if isinstance(given, nn.Module) else functions.disable(given)
-    return given if before is None else before
+    before = linen.disable(model) if isinstance(model, nn.Module) else functions.disable(model)
+    return cast(Model, model if before is None else before)
