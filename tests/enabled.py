@@ -17,6 +17,11 @@ def checkpoints(function: Callable[..., Any], *args: Any) -> int:
     )
 
 
+def recomputed(loss: Callable[..., Any], *args: Any) -> int:
+    """Matrix products that run again in the backward of a loss."""
+    return count_work(jax.make_jaxpr(jax.grad(loss))(*args)).recomputed_matmuls
+
+
 def assert_same_and_less(before: Callable[..., Any], after: Callable[..., Any], *args: Any, atol: float = 1e-5) -> None:
     """Two losses of the same arguments: equal loss and gradients of the first argument; the second one keeps less.
 

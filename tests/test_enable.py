@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from enabled import checkpoints
+from enabled import checkpoints, recomputed
 from flax import linen as nn
 from flax import nnx
 
@@ -58,11 +58,6 @@ class Net(nn.Module):
 
     def twice(self, x):
         return 2 * x
-
-
-def recomputed(loss, *args):
-    """Matrix products that run again in the backward of a loss."""
-    return count_work(jax.make_jaxpr(jax.grad(loss))(*args)).recomputed_matmuls
 
 
 # ---- NNX
