@@ -31,7 +31,7 @@ foreign: $(VENV)/.dev
 	rm -rf .foreign && mkdir .foreign
 	$(BIN)/python -m pip download --quiet --no-deps --no-binary flax --dest .foreign \
 	  "flax==$$($(BIN)/python -c 'from importlib.metadata import version; print(version("flax"))')"
-	tar xzf .foreign/flax-*.tar.gz -C .foreign --strip-components=1 --wildcards '*/examples'
+	tar xzf .foreign/flax-*.tar.gz -C .foreign --strip-components=1 --wildcards --no-wildcards-match-slash '*/examples'
 	rm .foreign/flax-*.tar.gz
 
 test: $(VENV)/.dev
