@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 POLICIES := none,full,selective_attention,dots_saveable,dots_with_no_batch_dims_saveable,minimal_with_context,save_out_proj,minimal_offloaded
 
-.PHONY: sweep browser test test-fast test-oldest check format bench bench-torch clean
+.PHONY: sweep browser foreign test test-fast test-oldest check format bench bench-torch clean
 
 # What each policy costs on an H100 that need not be here: need, step time, plot and records in out/.
 sweep: $(VENV)/.compile
@@ -23,6 +23,16 @@ browser:
 	fi; \
 	apt-get update -qq && \
 	DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium chromium-driver >/dev/null
+
+# Models that no one here wrote, for the tests of enable_remat; without them those tests are skipped. Two are packages,
+# the others are Flax's examples, which its source distribution has and its wheel has not.
+foreign: $(VENV)/.dev
+	$(BIN)/python -m pip install --quiet -e '.[foreign]' $(CONSTRAINTS)
+	rm -rf .foreign && mkdir .foreign
+	$(BIN)/python -m pip download --quiet --no-deps --no-binary flax --dest .foreign \
+	  "flax==$$($(BIN)/python -c 'from importlib.metadata import version; print(version("flax"))')"
+	tar xzf .foreign/flax-*.tar.gz -C .foreign --strip-components=1 --wildcards --no-wildcards-match-slash '*/examples'
+	rm .foreign/flax-*.tar.gz
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal
@@ -73,4 +83,4 @@ $(VENV)/.dev: $(VENV)/.compile
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-oldest .venv-torch out .remat-kit
+	rm -rf .venv .venv-oldest .venv-torch out .remat-kit .foreign

@@ -17,6 +17,11 @@ def checkpoints(function: Callable[..., Any], *args: Any) -> int:
     )
 
 
+def recomputed(loss: Callable[..., Any], *args: Any) -> int:
+    """Matrix products that run again in the backward of a loss."""
+    return count_work(jax.make_jaxpr(jax.grad(loss))(*args)).recomputed_matmuls
+
+
 def assert_same_and_less(before: Callable[..., Any], after: Callable[..., Any], *args: Any, atol: float = 1e-5) -> None:
     """Two losses of the same arguments: equal loss and gradients of the first argument; the second one keeps less.
 
@@ -26,7 +31,8 @@ def assert_same_and_less(before: Callable[..., Any], after: Callable[..., Any], 
 
     steps = [jax.jit(jax.value_and_grad(loss)) for loss in (before, after)]
     traced = [step.trace(*args) for step in steps]
-    compiled = [each.lower().compile() for each in traced]
+    # LLVM optimizes nothing, which takes most of the time; XLA's passes and buffers stay what they are.
+    compiled = [each.lower().compile(compiler_options={"xla_backend_optimization_level": 0}) for each in traced]
     results = [each(*args) for each in compiled]
     _assert_same_tree(results[1], results[0], atol=atol)
     saved = [saved_values(each.jaxpr).device_bytes for each in traced]

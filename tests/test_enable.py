@@ -5,12 +5,11 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from enabled import checkpoints
+from enabled import checkpoints, recomputed
 from flax import linen as nn
 from flax import nnx
 
 from remat_kit import disable_remat, enable_remat, remat, save
-from remat_kit._enable.where import Part, outermost, path_regex, picker, repeated
 from remat_kit._errors import PolicyError, RematKitError
 from remat_kit._jaxpr import count_work
 
@@ -49,83 +48,16 @@ class Block(nn.Module):
 
 class Net(nn.Module):
     block: type = Block
+    depth: int = 3
 
     @nn.compact
     def __call__(self, x, train=False):
-        for _ in range(3):
+        for _ in range(self.depth):
             x = self.block()(x, train=train, mask=None)
         return nn.Dense(2)(x)
 
-
-def recomputed(loss, *args):
-    """Matrix products that run again in the backward of a loss."""
-    return count_work(jax.make_jaxpr(jax.grad(loss))(*args)).recomputed_matmuls
-
-
-# ---- where
-
-
-@pytest.mark.parametrize(
-    "glob", ["layers.*", "layers/*", "layers_*", "layers[*]", "layers.0", "layers_0", "layers[0]", "**/0", "l*s[?]"]
-)
-def test_globs_of_paths(glob):
-    pick = picker((glob,))
-    assert pick(Mlp, ("layers", "0"))
-    assert pick(Mlp, ("layers_0",)) == (glob != "**/0" or pick(Mlp, ("layers", "0")))
-    assert not pick(Mlp, ("layers",))
-    assert not pick(Mlp, ("layers", "0", "up"))
-    assert not pick(Mlp, ("other", "0", "x"))
-
-
-def test_classes_and_their_names():
-    class Wide(Mlp):
-        pass
-
-    assert picker((Mlp,))(Wide, ("a",))
-    assert not picker(("Mlp",))(Wide, ("a",))
-    assert picker(("M*",))(Mlp, ("a",))
-    assert picker(("Mlp",))(Mlp, ())
-    assert not picker(("*",))(Mlp, ())  # a glob never means the model as a whole
-    assert path_regex("a.b[*]") == "a/b/[^/]*"
-
-
-def part(path, cls=Mlp, shapes=((8, 16), (16, 8))):
-    return Part(tuple(path.split("/")), cls, shapes)
-
-
-def test_only_the_outermost_of_nested_modules_count():
-    assert [each.text for each in outermost([part("a/b"), part("a"), part("c/d/e"), part("ab")])] == [
-        "a",
-        "ab",
-        "c/d/e",
-    ]
-
-
-def paths(parts):
-    return sorted(each.text for each in repeated(parts))
-
-
-def test_what_repeats_with_most_parameters_is_found():
-    inner = [part(f"stages/{stage}/blocks/{block}") for stage in (0, 1) for block in (0, 1)]
-    stages = [part(f"stages/{stage}", Stack, inner[0].shapes * 2) for stage in (0, 1)]
-    assert paths([*stages, *inner]) == [each.text for each in inner]  # all of a stage is in its blocks
-    pairs = [part(f"layers/{layer}/attn_{n}", Stack) for layer in (0, 1) for n in (0, 1)]
-    layers = [part(f"layers/{layer}", Mlp, pairs[0].shapes * 4) for layer in (0, 1)]
-    assert paths([*layers, *pairs]) == ["layers/0", "layers/1"]  # attention is half of a layer
-    decoder = [part(f"decoder/{layer}", Stack) for layer in (0, 1)]
-    assert paths([*layers, *decoder]) == ["decoder/0", "decoder/1", "layers/0", "layers/1"]
-    small = [part(f"small/{layer}", Stack, ((2, 2), (2, 2))) for layer in (0, 1)]
-    assert paths([*layers, *small]) == ["layers/0", "layers/1"]
-    embeddings = [part(f"embed_{n}", nnx.Embed, ((1000, 8),)) for n in (0, 1)]
-    assert paths(embeddings) == []  # one layer each
-
-
-def test_a_stacked_module_is_found():
-    stacked = ((3, 8, 16), (3, 16), (3, 16, 8), (3, 8))
-    assert paths([part("layers", Mlp, stacked), part("head", nnx.Linear, ((8, 2), (2,)))]) == ["layers"]
-    inner = [part(f"layers/Dense_{n}", nn.Dense, stacked[2 * n : 2 * n + 2]) for n in (0, 1)]
-    assert paths([*inner, part("layers", Mlp, stacked)]) == ["layers"]
-    assert paths([part("one", Mlp, ((8, 8), (8,), (8, 8), (8,)))]) == []
+    def twice(self, x):
+        return 2 * x
 
 
 # ---- NNX
@@ -220,14 +152,24 @@ def test_linen_blocks_under_remat_are_refused():
         def __call__(self, x, train, mask):
             return x + nn.Dense(8)(jnp.tanh(nn.Dense(16)(x)))
 
+    class Derived(nn.remat(Flagless)):
+        pass
+
     class Whole(nn.Module):
+        made: type
+
         @nn.compact
         def __call__(self, x):
-            return nn.remat(Flagless)(name="block")(x, None, None)
+            return self.made(name="block")(x, None, None)
 
-    variables = Whole().init(KEY, X)
-    with pytest.raises(PolicyError, match="Flagless is rematerialized already"):
-        enable_remat(Whole(), "full", "Flagless").apply(variables, X)
+    for made in (nn.remat(Flagless), nn.remat(nn.jit(Flagless)), nn.jit(nn.remat(Flagless)), Derived):
+        variables = Whole(made).init(KEY, X)
+        for where in ("Flagless", "block"):
+            for _ in range(2):  # also where nn.jit has it in its cache
+                with pytest.raises(PolicyError, match="Flagless is rematerialized already"):
+                    enable_remat(Whole(made), "full", where).apply(variables, X)
+    enabled = enable_remat(Whole(nn.jit(Flagless)), "full", "Flagless")
+    assert checkpoints(functools.partial(enabled.apply, variables), X) == 1
 
 
 # ---- Linen
@@ -247,10 +189,31 @@ def test_linen_keeps_parameters_state_and_dropout(where, assert_same_tree):
 
     results = [jax.value_and_grad(loss, has_aux=True)(variables["params"], each) for each in (model, enabled)]
     assert_same_tree(results[1], results[0], atol=1e-5)
-    assert recomputed(lambda params: loss(params, enabled)[0], variables["params"]) == 3  # the first product of each
+    # Both products of each block: BatchNorm, at the end, is differentiated by what it takes.
+    assert recomputed(lambda params: loss(params, enabled)[0], variables["params"]) == 6
     assert disable_remat(enabled) == model != enabled
     assert enabled == enable_remat(model, "full", where)
     assert hash(enabled) == hash(enable_remat(model, "full", where))
+
+
+def test_linen_models_of_one_class_are_told_apart():
+    enabled = enable_remat(Net(depth=4))
+    variables = Net(depth=4).init(KEY, X)
+    assert enabled.apply(variables, X, method="twice").shape == X.shape  # no block runs in it
+    assert checkpoints(functools.partial(enabled.apply, variables), X) == 4
+    for depth in (2, 3, 2):
+        variables = Net(depth=depth).init(KEY, X)
+        enabled = enable_remat(Net(depth=depth))
+        assert checkpoints(functools.partial(enabled.apply, variables), X) == depth
+        assert checkpoints(enabled.bind(variables), X) == depth
+        enabled = enable_remat(Net(depth=depth), "full", "Block_2")
+        if depth == 3:
+            assert checkpoints(functools.partial(enabled.apply, variables), X) == 1
+        else:
+            with pytest.raises(RematKitError, match="no module of Net fits where='Block_2'"):
+                enabled.apply(variables, X)
+    with pytest.raises(RematKitError, match="Net was called bound to variables or inside of another module"):
+        enable_remat(Net(depth=5)).bind(variables)(X)
 
 
 def test_linen_bound_and_as_a_part_of_another():
@@ -276,18 +239,37 @@ def test_linen_bound_and_as_a_part_of_another():
     )
 
 
-def test_linen_scan_is_matched_inside_the_loop():
-    class Body(nn.Module):
-        @nn.compact
-        def __call__(self, x, _):
-            return x + nn.Dense(8)(jnp.tanh(nn.Dense(16)(x))), None
+class Body(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return x + nn.Dense(8)(jnp.tanh(nn.Dense(16)(x))), None
 
-    class Scanned(nn.Module):
+
+class Scanned(nn.Module):
+    body: type = Body
+
+    @nn.compact
+    def __call__(self, x):
+        layers = nn.scan(self.body, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+        return layers(name="layers")(x, None)[0]
+
+
+def test_linen_scan_of_remat_is_refused_and_a_checkpoint_of_several_blocks_is_not():
+    model = Scanned(nn.remat(Body))
+    variables = model.init(KEY, X)
+    with pytest.raises(PolicyError, match="Body is rematerialized already"):
+        jax.jit(enable_remat(model).apply)(variables, X)
+
+    class Group(nn.Module):
         @nn.compact
         def __call__(self, x):
-            layers = nn.scan(Body, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
-            return layers(name="layers")(x, None)[0]
+            return nn.remat(Scanned)()(x)
 
+    variables = Group().init(KEY, X)
+    assert checkpoints(functools.partial(enable_remat(Group(), where="Body").apply, variables), X) == 1 + 3
+
+
+def test_linen_scan_is_matched_inside_the_loop():
     model = Scanned()
     variables = model.init(KEY, X)
     for where in ("Body", Body, "layers", None):
@@ -365,6 +347,29 @@ def test_function_refusals():
         enable_remat(lambda x: jnp.tanh(x))(X)
     with pytest.raises(PolicyError, match="is on in forward already"):
         enable_remat(enable_remat(forward))
+
+
+def test_both_implementations_of_remat(remat3, assert_same_tree):
+    graphdef, state = nnx.split(Stack(nnx.Rngs(0)))
+    graphdef_on, _ = nnx.split(enable_remat(Stack(nnx.Rngs(0))))
+    net, variables = Net(), Net().init(KEY, X)
+
+    def merged(graphdef):
+        params, rest = nnx.split_state(state, nnx.Param, ...)
+        return lambda params, rest: (nnx.merge(graphdef, params, rest, copy=True)(X) ** 2).sum(), params, rest
+
+    def linen(model):
+        return lambda params: (model.apply({**variables, "params": params}, X) ** 2).sum(), variables["params"]
+
+    pairs = [
+        (merged(graphdef), merged(graphdef_on)),
+        (linen(net), linen(enable_remat(net))),
+        ((forward, WEIGHTS, X), (enable_remat(forward), WEIGHTS, X)),
+    ]
+    for (before, *args), (after, *_) in pairs:
+        assert recomputed(before, *args) == 0
+        assert recomputed(after, *args) >= 3
+        assert_same_tree(jax.jit(jax.grad(after))(*args), jax.jit(jax.grad(before))(*args), atol=1e-5)
 
 
 # ---- arguments

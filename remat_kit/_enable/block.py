@@ -59,12 +59,24 @@ def refuse_checkpointed(jaxpr: Any, block: str) -> None:
     A checkpoint around one of them would run the forward pass a third time. Small ones, like that of a chunk of
     attention, stay as they are.
     """
-    total = count_flops(jaxpr)
-    inside = sum(
-        each.executions * count_flops(remat_body(each.eqn)) for each in walk(jaxpr) if each.primitive in REMATS
-    )
-    if total and inside >= _MOST * total:
+    if _checkpoints_of_most(jaxpr):
         raise already_checkpointed(block)
+
+
+def checkpoint_around(jaxpr: Any) -> bool:
+    """Whether a program has a checkpoint around most of which there is one other checkpoint.
+
+    Around several it is one of a group of blocks, which has a use: less is kept than at each of them.
+    """
+    return any(_checkpoints_of_most(remat_body(each.eqn)) == 1 for each in walk(jaxpr) if each.primitive in REMATS)
+
+
+def _checkpoints_of_most(jaxpr: Any) -> int:
+    """How many checkpoints run in a program, if most of its matrix products are in them, else 0."""
+    total = count_flops(jaxpr)
+    inside = [(each.executions, count_flops(remat_body(each.eqn))) for each in walk(jaxpr) if each.primitive in REMATS]
+    is_most = total > 0 and sum(times * flops for times, flops in inside) >= _MOST * total
+    return sum(times for times, _ in inside) if is_most else 0
 
 
 def already_checkpointed(block: str) -> PolicyError:

@@ -1,6 +1,6 @@
 """`enable_remat` and `disable_remat`: one switch for a model that nobody wants to edit."""
 
-from typing import Any
+from typing import cast
 
 from flax import linen as nn
 from flax import nnx
@@ -45,10 +45,11 @@ def enable_remat[Model](model: Model, policy: str | Policy | Checkpoint = "full"
         return model
     if isinstance(model, nnx.Module):
         objects.enable(model, chosen, meant)
-        return model  # pyright: ignore[reportReturnType]
-    if isinstance(model, nn.Module):
-        return linen.enable(model, chosen, meant)  # pyright: ignore[reportReturnType]
-    return functions.enable(model, chosen, meant)  # pyright: ignore[reportReturnType]
+        return cast(Model, model)
+    enabled = (
+        linen.enable(model, chosen, meant) if isinstance(model, nn.Module) else functions.enable(model, chosen, meant)
+    )
+    return cast(Model, enabled)
 
 
 def disable_remat[Model](model: Model) -> Model:
@@ -58,6 +59,6 @@ def disable_remat[Model](model: Model) -> Model:
     """
     if isinstance(model, nnx.Module):
         objects.disable(model)
-        return model  # pyright: ignore[reportReturnType]
-    before: Any = linen.disable(model) if isinstance(model, nn.Module) else functions.disable(model)
-    return model if before is None else before  # pyright: ignore[reportReturnType]
+        return model
+    before = linen.disable(model) if isinstance(model, nn.Module) else functions.disable(model)
+    return cast(Model, model if before is None else before)

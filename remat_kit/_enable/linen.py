@@ -9,12 +9,13 @@ import functools
 import threading
 import types
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 from flax import linen as nn
 
-from remat_kit._enable.block import CheckedPolicy, already_checkpointed
+from remat_kit._enable.block import CheckedPolicy, already_checkpointed, checkpoint_around
 from remat_kit._enable.where import Part, Pick, no_match, picker, repeated
 from remat_kit._errors import PolicyError, RematKitError
 from remat_kit._policy import Checkpoint, Policy
@@ -22,8 +23,8 @@ from remat_kit._wrap import remat
 
 _BEFORE = "_remat_kit_class"
 """The attribute of an enabled class that is the class it was made of."""
-_LIFTED = "flax.linen.transforms"
-"""Where the classes that nn.scan, nn.remat and their kin make say that they are from."""
+_LIFTED = nn.remat(nn.Dense).__module__
+"""Where the classes that nn.remat, nn.scan and their kin make say that they are from."""
 
 _in_use = jax.make_user_context(None)
 """A part of the keys of JAX's caches: what `nn.jit` traced with and without blocks rematerialized is not mixed up."""
@@ -63,20 +64,32 @@ def _enabled(cls: type, policy: Policy | Checkpoint, where: tuple[str | type, ..
     @functools.wraps(cls.apply)
     def apply(self: Any, variables: Any, *args: Any, **kwargs: Any) -> Any:
         call = functools.partial(cls.apply, self, variables, *args, **kwargs)
-        if rule.pick is None:
-            rule.find(call, variables, cls.__name__)
-        with rule.used(()) as run:
+        method = kwargs.get("method")
+        found = rule.found(self, method) or rule.find(self, method, call, variables)
+        with rule.used((), found) as run:
             result = call()
-        rule.check(run, cls.__name__, kwargs.get("method"))
+        found.check(run, method)
+        if run.lifted and found.around is None:
+            with rule.used((), found):
+                found.around = checkpoint_around(jax.make_jaxpr(lambda: _arrays(call()))())
+            found.lifted = ", ".join(sorted(run.lifted))
+        if found.around:
+            raise already_checkpointed(found.lifted)
         return result
 
     @functools.wraps(cls.__call__)
     def of_bound(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         if rule.is_running or self.is_initializing():
             return cls.__call__(self, *args, **kwargs)
-        with rule.used(self.path) as run:
+        found = rule.found(_copy(self, type(self)))
+        if found is None:
+            raise RematKitError(
+                f"{cls.__name__} was called bound to variables or inside of another module, where enable_remat cannot "
+                "find what repeats. Say which modules with where, or call apply once before."
+            )
+        with rule.used(self.path, found) as run:
             result = cls.__call__(self, *args, **kwargs)
-        rule.check(run, cls.__name__, None)
+        found.check(run, None)
         return result
 
     namespace = {
@@ -90,28 +103,62 @@ def _enabled(cls: type, policy: Policy | Checkpoint, where: tuple[str | type, ..
     return types.new_class(cls.__name__, (cls,), {}, lambda body: body.update(namespace))
 
 
-class _Rule:
-    """What is rematerialized, and how, in the models of one enabled class.
+@dataclass
+class _Found:
+    """What is meant in one model.
 
     Attributes:
-      where: as the user gave it; pick: the same as a function, None until what repeats has been found.
+      model: what errors call it; where: as the user gave it; pick: the same as a function.
       matched: whether a module was ever rematerialized; a later call may take it from JAX's caches.
-      local: whether a run is going on in this thread.
+      around: whether the model has a checkpoint around one of the modules; None where it has not been looked for.
+      lifted: the classes of those that nn.scan, nn.remat or their kin call.
     """
+
+    model: str
+    where: tuple[str | type, ...] | None
+    pick: Pick
+    matched: bool = False
+    around: bool | None = None
+    lifted: str = ""
+
+    def check(self, run: "_Run", method: Any) -> None:
+        """Raises RematKitError when a run of the whole model met no module that is meant."""
+        if method is None and not self.matched:
+            raise no_match(self.where, run.parts(), self.model)
+
+
+class _Rule:
+    """What is rematerialized, and how, in the models of one enabled class."""
 
     def __init__(self, policy: Policy | Checkpoint, where: tuple[str | type, ...] | None) -> None:
         self.policy = policy
         self.where = where
-        self.pick: Pick | None = None if where is None else picker(where)
-        self.matched = False
         self.local = threading.local()
+        self._pick = None if where is None else picker(where)
+        self._found: dict[tuple[nn.Module, Any], _Found] = {}
         self._wrapped: dict[type, Callable[..., Any]] = {}
 
+    def found(self, model: nn.Module, method: Any = None) -> _Found | None:
+        """What is meant in a model that runs a method, by where or as it was found before; else None.
+
+        Models of one class differ in depth, and methods in what they call: what one runs says nothing of another.
+        """
+        with contextlib.suppress(TypeError):  # a field that cannot be hashed: it is found again in every call
+            if (model, method) in self._found:
+                return self._found[model, method]
+        return None if self._pick is None else self._keep(model, method, self._pick)
+
+    def _keep(self, model: nn.Module, method: Any, pick: Pick) -> _Found:
+        found = _Found(getattr(type(model), _BEFORE).__name__, self.where, pick)
+        with contextlib.suppress(TypeError):
+            self._found[model, method] = found
+        return found
+
     @contextlib.contextmanager
-    def used(self, root: tuple[str, ...]) -> "Iterator[_Run]":
+    def used(self, root: tuple[str, ...], found: _Found) -> "Iterator[_Run]":
         """While it is open, calls of modules that are meant, below `root`, are rematerialized in this thread."""
-        run = _Run(self, root)
-        with self._running(run), _in_use((self.policy, self.where)):
+        run = _Run(self, root, found)
+        with self._running(run), _in_use((self.policy, found.pick)):
             yield run
 
     @contextlib.contextmanager
@@ -129,8 +176,11 @@ class _Rule:
         """Whether calls are intercepted in this thread."""
         return getattr(self.local, "running", False)
 
-    def find(self, call: Callable[[], Any], variables: Any, model: str) -> None:
-        """Finds the modules that repeat, by an abstract run. Raises RematKitError when there are none."""
+    def find(self, model: nn.Module, method: Any, call: Callable[[], Any], variables: Any) -> _Found:
+        """Finds the modules that repeat, by an abstract run.
+
+        Raises RematKitError when there are none in the whole model; a method may run none of them.
+        """
         recorder = _Recorder(())
 
         def quiet() -> None:
@@ -140,14 +190,9 @@ class _Rule:
         jax.eval_shape(quiet)
         parts = recorder.parts(variables)
         meant = {part.path for part in repeated(parts)}
-        if not meant:
-            raise no_match(None, parts, model)
-        self.pick = lambda cls, path: path in meant
-
-    def check(self, run: "_Run", model: str, method: Any) -> None:
-        """Raises RematKitError when a run of the whole model met no module that is meant."""
-        if method is None and not self.matched:
-            raise no_match(self.where, run.parts(), model)
+        if not meant and method is None:
+            raise no_match(None, parts, type(model).__name__)
+        return self._keep(model, method, lambda cls, path: path in meant)
 
     def wrapped(self, cls: type) -> Callable[..., Any]:
         """What calls a module of a class, rematerialized."""
@@ -180,7 +225,7 @@ class _Recorder:
         if module.scope is None or module.path[: len(self.root)] != self.root:
             return None
         path = module.path[len(self.root) :]
-        if _is_lifted(type(module)):
+        if type(module).__module__ == _LIFTED:
             return None
         self.classes[path] = type(module)
         return path
@@ -201,48 +246,35 @@ class _Recorder:
 class _Run(_Recorder):
     """Rematerializes the outermost modules that a rule means while a model runs."""
 
-    def __init__(self, rule: _Rule, root: tuple[str, ...]) -> None:
+    def __init__(self, rule: _Rule, root: tuple[str, ...], found: _Found) -> None:
         super().__init__(root)
         self.rule = rule
+        self.found = found
         self.inside = False
-        self.called: dict[tuple[str, ...], nn.Module] = {}
+        self.lifted: set[str] = set()
 
     def __call__(
         self, function: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext
     ) -> Any:
-        module, rule = context.module, self.rule
+        module, found = context.module, self.found
         if self.inside or context.method_name != "__call__":
             return function(*args, **kwargs)
         path = self.note(module)
-        if path is None:
+        if path is None or module.is_initializing() or not found.pick(_own(type(module)), path):
             return function(*args, **kwargs)
-        self.called[path] = module
-        if rule.pick is None:
-            raise RematKitError(
-                f"{type(module).__name__} was called inside of another module, where enable_remat cannot find what "
-                "repeats. Say which modules with where."
-            )
-        if module.is_initializing() or not rule.pick(_own(type(module)), path):
-            return function(*args, **kwargs)
-        if self._is_checkpointed(path):
-            raise already_checkpointed(type(module).__name__)
-        rule.matched = True
+        # nn.remat(Block) calls a Block at its own path, and no interceptor sees it: in the jaxpr it is seen afterwards.
+        if path and module.scope is not None and module.scope.parent is None:
+            self.lifted.add(type(module).__name__)
+        found.matched = True
         self.inside = True
         try:
-            return rule.wrapped(type(module))(module, *args, **kwargs)
+            return self.rule.wrapped(type(module))(module, *args, **kwargs)
         finally:
             self.inside = False
 
-    def _is_checkpointed(self, path: tuple[str, ...]) -> bool:
-        """Whether the module at a path was made by `nn.remat`, which calls one of the class it was made of instead."""
-        holder = self.called.get(path[:-1]) if path else None
-        children = getattr(getattr(holder, "_state", None), "children", {})
-        cls = type(children.get(path[-1])) if path else object
-        return _is_lifted(cls) and cls.__name__.startswith("Checkpoint")
 
-
-def _is_lifted(cls: type) -> bool:
-    return cls.__module__ == _LIFTED
+def _arrays(results: Any) -> list[jax.Array]:
+    return [leaf for leaf in jax.tree.leaves(results) if isinstance(leaf, jax.Array)]
 
 
 def _own(cls: type) -> type:

@@ -52,6 +52,11 @@ class Part:
         return sum(map(math.prod, self.shapes))
 
     @property
+    def matrices(self) -> int:
+        """How many of its parameters have more than one axis."""
+        return sum(len(shape) > 1 for shape in self.shapes)
+
+    @property
     def text(self) -> str:
         """The path as text, e.g. `encoder/layers/3`; "(the model itself)" for the model."""
         return "/".join(self.path) or "(the model itself)"
@@ -133,12 +138,13 @@ def repeated(parts: Sequence[Part]) -> list[Part]:
 
     A stack is modules of one class whose paths differ in numbers alone, or one module whose parameters all have a
     first axis of the same size, as `nnx.vmap` and `nn.scan` make them; a block has parameters of two axes in at least
-    two places. Where a stack is in the modules of another and holds `_MOST` of its parameters (blocks in stages), it is
-    the one that counts. Further stacks with `_LEAST` of the first one's parameters are blocks as well (a decoder).
+    two places. Where several of a stack are in each module of another, with `_MOST` of its parameters, and what is left
+    of it is no block (blocks in stages, but not experts beside attention), it is the one that counts. Further stacks
+    with `_LEAST` of the first one's parameters are blocks as well (a decoder).
     """
     stacks: dict[tuple[tuple[str, ...], type], list[Part]] = defaultdict(list)
     for part in parts:
-        if part.path and sum(len(shape) > 1 for shape in part.shapes) > 1:
+        if part.path and part.matrices > 1:
             stacks[_starred(part.path), part.cls].append(part)
     candidates = [stack for stack in stacks.values() if len(stack) > 1 or _is_stacked(stack[0])]
     chosen: list[list[Part]] = []
@@ -146,9 +152,7 @@ def repeated(parts: Sequence[Part]) -> list[Part]:
     while left and (not chosen or _size_of(left[0]) >= _LEAST * _size_of(chosen[0])):
         best = left[0]
         # One module that stands for many is a block as it is: in it every bias looks like a matrix.
-        while len(best) > 1 and (
-            inner := [each for each in left if _is_in(each, best) and _size_of(each) >= _MOST * _size_of(best)]
-        ):
+        while len(best) > 1 and (inner := [each for each in left if _are_blocks(each, best)]):
             best = inner[0]
         chosen.append(best)
         left = [each for each in left if each is not best and not _is_in(each, best) and not _is_in(best, each)]
@@ -157,6 +161,14 @@ def repeated(parts: Sequence[Part]) -> list[Part]:
 
 def _size_of(stack: Sequence[Part]) -> int:
     return sum(part.size for part in stack)
+
+
+def _are_blocks(inner: Sequence[Part], outer: Sequence[Part]) -> bool:
+    """Whether the modules of a stack are the blocks of another one's, which are stages."""
+    several = len(inner) > len(outer) or all(map(_is_stacked, inner))
+    left = sum(part.matrices for part in outer) - sum(part.matrices for part in inner)
+    is_most = _size_of(inner) >= _MOST * _size_of(outer)
+    return _is_in(inner, outer) and several and is_most and left <= len(outer)
 
 
 def _is_in(inner: Sequence[Part], outer: Sequence[Part]) -> bool:
