@@ -138,6 +138,8 @@ def main() -> int:
                 done = subprocess.run(
                     command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, timeout=LIMIT_S, text=True
                 )
+                if done.returncode:
+                    raise subprocess.SubprocessError(f"it ended with status {done.returncode}")
                 found = json.loads(done.stdout)
             except (subprocess.SubprocessError, json.JSONDecodeError) as error:
                 print(f"{name} on {target} failed: {error}", file=sys.stderr)
