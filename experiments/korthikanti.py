@@ -11,9 +11,12 @@ counts of DEPTHS are compiled: the difference of the two isolates a layer.
     technique, beside the published overheads, which were measured.
 
 What a variant keeps is said by tensor names, so that it is what the paper keeps: the inputs of both norms, of all
-products and of the nonlinearity, and scores and probabilities, or with selective recomputation neither of them. The
-models are without dropout: its masks are not kept here but made again, which the published bytes without masks show
-(`published_bytes`). `none` is beside them: what JAX keeps when nothing is said.
+products and of the nonlinearity, and scores and probabilities, or with selective recomputation neither of them. Masks
+of dropout are not kept here but made again, which the published bytes without masks show (`published_bytes`); so memory
+is read from models without dropout, whose programs are a tenth as long. `none`, for 22B, is what JAX keeps when nothing
+is said, and the base of the overheads.
+Times are those of models with dropout, and collectives overlap with products where XLA's scheduler lets them, as
+theirs do in backward.
 Each program is compiled in a process of its own; rows are kept as they come.
 """
 
@@ -32,6 +35,9 @@ TARGET, TENSOR = "a100-sxm-80gb", 8
 DEPTHS = (2, 4)
 SIZES = ("22b", "175b", "530b", "1t")
 TIMED = "22b"
+TIMED_VARIANTS = ("none", "full", "tensor + selective", "tensor + sequence + selective")
+DROPOUT = 0.1
+OVERLAP = ("xla_gpu_enable_latency_hiding_scheduler", "true")
 LIMIT_S = 1800
 
 _SELECTIVE = "attention_norm,query_proj,key_proj,value_proj,context,out_proj,mlp_norm,mlpwi,mlp_hidden"
@@ -74,7 +80,25 @@ def published_bytes(variant: str, sbh: int, scores: float, masks: bool) -> float
     return sbh * ((whole / t if "sequence" in variant else whole) + cut)
 
 
-def measure(size: str, variant: str, layers: int) -> dict[str, Any]:
+def cells(sizes: list[str]) -> list[tuple[str, str, int, float]]:
+    """Size, variant, depth and dropout of every program."""
+    memory = [
+        (size, variant, depth, 0.0)
+        for size in sizes
+        for variant in VARIANTS
+        for depth in DEPTHS
+        if size == TIMED or not variant.startswith("none")
+    ]
+    time = [(TIMED, variant, depth, DROPOUT) for variant in TIMED_VARIANTS for depth in DEPTHS if TIMED in sizes]
+    return time + memory
+
+
+def cell_of(row: dict[str, Any]) -> tuple[str, str, int, float]:
+    """The program that a row is of."""
+    return row["size"], row["variant"], row["layers"], row["dropout"]
+
+
+def measure(size: str, variant: str, layers: int, dropout: float) -> dict[str, Any]:
     """Kept bytes and seconds of one program, in this process."""
     from remat_kit import CompileOptions, Workload, compile_step, get_policy, get_target, trace
     from remat_kit._analyze import categories_of_arguments
@@ -85,13 +109,13 @@ def measure(size: str, variant: str, layers: int) -> dict[str, Any]:
 
     name, sequence_parallel = VARIANTS[variant]
     options = {
-        "size": size, "layers": layers, "stack": "unroll", "dropout": 0.0, "param_dtype": "bfloat16",
+        "size": size, "layers": layers, "stack": "unroll", "dropout": dropout, "param_dtype": "bfloat16",
         "optimizer": "sgd", "sequence_parallel": sequence_parallel,
     }  # fmt: skip
     policy, target = get_policy(name), get_target(TARGET, f"tensor={TENSOR}")
     step = Workload("models.transformer:gpt", tuple(options.items())).build(policy, "cuda")
     traced = trace(step, target, policy)
-    compiled = compile_step(traced, CompileOptions())
+    compiled = compile_step(traced, CompileOptions(xla_options=(OVERLAP,)))
     program = read_program(compiled.hlo_proto, categories_of_arguments(traced))
     line = Line(program.anatomy)
     kept = line.bytes[line.categories.index("saved activations")]
@@ -114,6 +138,7 @@ def measure(size: str, variant: str, layers: int) -> dict[str, Any]:
         "size": size,
         "variant": variant,
         "layers": layers,
+        "dropout": dropout,
         "kept_bytes": int(kept[peak]),
         "holders": holders,
         "seconds": seconds,
@@ -122,12 +147,9 @@ def measure(size: str, variant: str, layers: int) -> dict[str, Any]:
     }
 
 
-def a_layer(rows: list[dict[str, Any]], size: str, variant: str) -> dict[str, Any]:
+def a_layer(rows: list[dict[str, Any]], size: str, variant: str, dropout: float = 0.0) -> dict[str, float]:
     """What one layer keeps and takes: the difference of the two depths."""
-    few, many = (
-        next(row for row in rows if (row["size"], row["variant"], row["layers"]) == (size, variant, depth))
-        for depth in DEPTHS
-    )
+    few, many = (next(row for row in rows if cell_of(row) == (size, variant, depth, dropout)) for depth in DEPTHS)
     layers = DEPTHS[1] - DEPTHS[0]
     total = {depth: sum(row["seconds"].values()) for depth, row in zip(DEPTHS, (few, many), strict=True)}
     return {
@@ -140,15 +162,16 @@ def a_layer(rows: list[dict[str, Any]], size: str, variant: str) -> dict[str, An
 def percentages(rows: list[dict[str, Any]], size: str) -> dict[str, float]:
     """Kept bytes of a layer in percent of the tensor-parallel baseline, by variant."""
     base = a_layer(rows, size, "tensor")["kept_bytes"]
-    return {variant: 100 * a_layer(rows, size, variant)["kept_bytes"] / base for variant in VARIANTS}
+    known = [variant for variant in VARIANTS if any(cell_of(row) == (size, variant, DEPTHS[1], 0.0) for row in rows)]
+    return {variant: 100 * a_layer(rows, size, variant)["kept_bytes"] / base for variant in known}
 
 
 def overheads(rows: list[dict[str, Any]]) -> dict[str, tuple[float, float]]:
     """Time of a 22B layer over that without recomputation, in percent: as compiled, and with the last product added."""
-    base = a_layer(rows, TIMED, "none")
+    base = a_layer(rows, TIMED, "none", DROPOUT)
     found = {}
     for variant in PUBLISHED_OVERHEAD:
-        own = a_layer(rows, TIMED, variant)
+        own = a_layer(rows, TIMED, variant, DROPOUT)
         again = base["last_s"] if variant == "full" else 0.0
         found[variant] = tuple(100 * ((own["seconds"] + more) / base["seconds"] - 1) for more in (0.0, again))
     return found
@@ -181,7 +204,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             beside = f"{known:.1f} | {percent - known:+.1f}" if known else " | "
             lines.append(f"| {size} | {variant} | {kept:,.1f} | {shown} | {percent:.1f} | {beside} |")
     if TIMED in sizes:
-        base = a_layer(rows, TIMED, "none")["seconds"]
+        base = a_layer(rows, TIMED, "none", DROPOUT)["seconds"]
         lines += ["\n## Time of a 22B layer, forward and backward (predicted)\n",
                   f"Without recomputation {base * 1e3:.2f} ms (theirs, measured: 19.6).\n",
                   "| variant | as compiled | with the last product and its all-reduce | published | difference |",
@@ -199,25 +222,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(SIZES), help="sizes, separated by commas")
     parser.add_argument("--results", type=pathlib.Path, default=RESULTS)
-    parser.add_argument("--one", nargs=3, metavar=("SIZE", "VARIANT", "LAYERS"), help="only this row, as JSON")
+    parser.add_argument(
+        "--one", nargs=4, metavar=("SIZE", "VARIANT", "LAYERS", "DROPOUT"), help="only this row, as JSON"
+    )
     parser.add_argument("--table", action="store_true", help="only render the kept rows")
     asked = parser.parse_args()
     if asked.one:
-        print(json.dumps(measure(asked.one[0], asked.one[1], int(asked.one[2]))))
+        print(json.dumps(measure(asked.one[0], asked.one[1], int(asked.one[2]), float(asked.one[3]))))
         return 0
     rows = json.loads(asked.results.read_text()) if asked.results.exists() else []
-    done = {(row["size"], row["variant"], row["layers"]) for row in rows}
-    wanted = [(size, variant, depth) for size in asked.only.split(",") for variant in VARIANTS for depth in DEPTHS]
-    for size, variant, depth in wanted if not asked.table else ():
-        if (size, variant, depth) in done:
+    done = {cell_of(row) for row in rows}
+    for cell in cells(asked.only.split(",")) if not asked.table else ():
+        if cell in done:
             continue
         environment = dict(os.environ, PYTHONPATH=str(ROOT), JAX_PLATFORMS="cpu")
-        command = [sys.executable, __file__, "--one", size, variant, str(depth)]
+        command = [sys.executable, __file__, "--one", *map(str, cell)]
         ran = subprocess.run(
             command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, timeout=LIMIT_S, check=False
         )
         if ran.returncode:
-            print(f"{size}, {variant}, {depth} layers failed with status {ran.returncode}", file=sys.stderr)
+            print(f"{' '.join(map(str, cell))} failed with status {ran.returncode}", file=sys.stderr)
             return 1
         rows.append(json.loads(ran.stdout))
         asked.results.write_text(json.dumps(rows, indent=1) + "\n")

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
-from remat_kit import Step, TargetError, _trace, compile_step, get_policy, get_target, remat, trace
+from remat_kit import Step, TargetError, compile_step, get_policy, get_target, remat, trace
 from remat_kit._hlo.heap import replay
 from remat_kit._hlo.module import Module
 from remat_kit._hlo.proto import parse
 from remat_kit._hlo.roofline import predict
 from remat_kit._overlap import Overlap, overlap
+from remat_kit._policy_check import check_host_memory
 
 LAYERS, BATCH, WIDTH, HIDDEN = 4, 256, 128, 512
 INPUT, UP = BATCH * WIDTH * 4, BATCH * HIDDEN * 4
@@ -149,4 +150,4 @@ def test_a_device_without_pinned_memory_is_refused(monkeypatch: pytest.MonkeyPat
         r"device\. Use a policy that keeps or recomputes these values, e\.g\. save"
     )
     with pytest.raises(TargetError, match=message):
-        _trace._check_host_memory(target, Mesh())  # pyright: ignore[reportArgumentType]
+        check_host_memory(target, Mesh())  # pyright: ignore[reportArgumentType]
