@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from models.config import ConfigError, TransformerConfig, configure
-from models.parts import EPSILON, INIT_STD, attend, residual_std
+from models.parts import EPSILON, INIT_STD, attend, over_stack, residual_std
 from models.train import Batch, Params, build_step, cross_entropy
-from remat_kit import Policy, Step, get_policy, names, remat, remat_scan, unroll_stack
+from remat_kit import Policy, Step, names, remat, remat_scan, unroll_stack
 
 
 def _dense(config: TransformerConfig, features: int, std: float) -> nn.Dense:
@@ -92,7 +92,7 @@ class Transformer(nn.Module):
         x_BTD = embed(tokens_BT) + positions_TD.astype(dtype)
         x_BTD = nn.Dropout(config.dropout, deterministic=False)(x_BTD)
         block = remat(self.policy)(Block)
-        over = chosen if (chosen := get_policy(self.policy)).layering else None
+        over = over_stack(self.policy)
         if config.stack == "scan":
             stacked = nn.scan(
                 block,

@@ -298,20 +298,25 @@ def make_blocks(create: Callable[[jax.Array], nnx.Module], config: TransformerCo
     return nnx.vmap(create)(keys_L) if config.stack == "scan" else nnx.List(map(create, keys_L))
 
 
+def over_stack(policy: object) -> Policy | None:
+    """`policy` where it is one for stacks, else None: under other policies, and plans, the blocks themselves are wrapped."""
+    chosen = get_policy(policy) if isinstance(policy, str | Policy) else None
+    return chosen if chosen is not None and chosen.layering else None
+
+
 def run_blocks(
     blocks: nnx.Module,
     config: TransformerConfig,
     x_BTD: jax.Array,
     call: Callable[[Any, jax.Array, Any], Any],
-    policy: str | Policy = "none",
+    policy: object = "none",
 ) -> tuple[jax.Array, Any]:
     """The output of the last of the blocks of `make_blocks` [B, T, D], and what each gave beside it, stacked.
 
     `call(block, x_BTD, number)` is a block's output and a pytree (or None) beside it; blocks count from 0. `policy` is
     what the blocks were wrapped with: one for stacks leaves them as they are and acts here.
     """
-    chosen = get_policy(policy)
-    over = chosen if chosen.layering else "none"
+    over = over_stack(policy) or "none"
     if config.stack == "scan":
         definition, stacked = nnx.split(blocks)
 
