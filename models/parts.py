@@ -299,7 +299,7 @@ def make_blocks(create: Callable[[jax.Array], nnx.Module], config: TransformerCo
 
 
 def over_stack(policy: object) -> Policy | None:
-    """`policy` where it is one for stacks, else None: under other policies, and plans, the blocks themselves are wrapped."""
+    """`policy` where it is one for stacks, else None: others, and plans, are put around the blocks themselves."""
     chosen = get_policy(policy) if isinstance(policy, str | Policy) else None
     return chosen if chosen is not None and chosen.layering else None
 
