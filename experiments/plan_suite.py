@@ -140,8 +140,8 @@ def main() -> int:
                 )
                 if done.returncode:
                     raise subprocess.SubprocessError(f"it ended with status {done.returncode}")
-                found = json.loads(done.stdout)
-            except (subprocess.SubprocessError, json.JSONDecodeError) as error:
+                found = json.loads(done.stdout.splitlines()[-1])  # the solver may print before it
+            except (subprocess.SubprocessError, json.JSONDecodeError, IndexError) as error:
                 print(f"{name} on {target} failed: {error}", file=sys.stderr)
                 continue
             rows = [row for row in rows if (row["workload"], row["target"]) != (name, target)] + found
