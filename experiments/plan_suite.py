@@ -4,10 +4,10 @@
 
 For each workload and target every named policy is compiled, then a plan for each budget: the smallest need that is
 reached, shares of the way from there to the need of policy `none`, and that need. In each cell: the plan's compiled
-need, whether it is within the budget, its predicted step time beside that of the fastest named policy that fits, and
-how many programs were compiled for it. A workload on a target is a process of its own: one that the compiler kills
-costs its own cells. Rows are kept as they come (experiments/results/plan_suite.json) and the table is printed from
-them. Exits with 1 when a plan is over its budget, slower than a named policy that fits, or took more than 5 compiles.
+need, whether it is within the budget, its predicted step time beside that of the fastest named policy that fits, how
+many programs were compiled for it, and whether the plan writes loops over blocks out, which it may. A workload on a
+target is a process of its own: one that the compiler kills costs its own cells. Rows are kept as they come
+(experiments/results/plan_suite.json) and the table is printed from them. Exits with 1 when a plan is over its budget, slower than a named policy that fits, or took more than 5 compiles.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def run(name: str, target_name: str) -> list[dict[str, Any]]:
     spec, options = WORKLOADS[name]
     target = get_target(target_name)
     workload = Workload(spec, tuple(options.items()))
-    planner = Planner.of(workload.build(get_policy("full"), target.chip.platform), target)
+    planner = Planner.of(workload.build(get_policy("full"), target.chip.platform), target, unroll=True)
     policies = [planner.named(policy) for policy in planner.policies()]
     for each in policies:
         print(f"  {each.name:34} {each.need_bytes / 2**30:8.3f} GiB {each.seconds * 1e3:8.2f} ms", file=sys.stderr)
@@ -75,6 +75,7 @@ def run(name: str, target_name: str) -> list[dict[str, Any]]:
                 "fits": plan.fits,
                 "step_s": plan.step_s,
                 "recompute_flops": plan.recompute_flops,
+                "unrolled": bool(plan.unrolled),
                 "policy": best.name if best else None,
                 "policy_need_bytes": best.need_bytes if best else None,
                 "policy_step_s": best.seconds if best else None,
@@ -98,14 +99,15 @@ def _line(row: dict[str, Any]) -> str:
     ratio = f"{row['ratio'] - 1:+7.1%}" if row["ratio"] else f"{'-':>7}"
     return (
         f"{row['workload']:20} {row['target']:14} {row['budget_bytes'] / 2**30:8.3f} {row['need_bytes'] / 2**30:8.3f} "
-        f"{'fits' if row['fits'] else 'OVER':4} {row['step_s'] * 1e3:8.2f} {ratio} {row['compiles']:2}  {policy}"
+        f"{'fits' if row['fits'] else 'OVER':4} {row['step_s'] * 1e3:8.2f} {ratio} {row['compiles']:2} "
+        f"{'unrolled' if row['unrolled'] else '':8}  {policy}"
     )
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as text, with the geometric mean of the ratios and where nothing was gained."""
     names = f"{'workload':20} {'target':14} {'budget':>8} {'need':>8}"
-    head = f"{names}      {'step ms':>8} {'gain':>7} {'n':>2}  {'policy ms':>8}"
+    head = f"{names}      {'step ms':>8} {'gain':>7} {'n':>2} {'loops':8}  {'policy ms':>8}"
     lines = [head, *map(_line, rows)]
     ratios = [row["ratio"] for row in rows if row["ratio"]]
     if ratios:

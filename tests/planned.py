@@ -20,9 +20,13 @@ from remat_kit._plan.solve import Solution, evaluate
 jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
-def planner_of(loss: Callable[..., Any], *args: Any, where: str | None = None) -> Planner:
-    """A planner for the step that differentiates a loss by its first argument."""
-    return Planner.of(Step(jax.value_and_grad(loss), args), get_target("cpu"), where=where)
+def planner_of(loss: Callable[..., Any], *args: Any, where: str | None = None, unroll: bool = False) -> Planner:
+    """A planner for the step that differentiates a loss by its first argument; with `unroll`, its loops written out."""
+    planner = Planner.of(Step(jax.value_and_grad(loss), args), get_target("cpu"), where=where, unroll=unroll)
+    if not unroll:
+        return planner
+    assert planner.unrolled is not None
+    return planner.unrolled
 
 
 def plan_of(planner: Planner, solutions: Mapping[str, Solution]) -> Plan:
@@ -42,6 +46,7 @@ def plan_of(planner: Planner, solutions: Mapping[str, Solution]) -> Plan:
         recompute_flops=0,
         blocks=block_plans(planner, planner._choice(solutions)),
         outside_flops=planner.found.outside_flops,
+        unrolled=planner.found.loops,
     )
 
 

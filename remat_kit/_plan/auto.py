@@ -36,13 +36,15 @@ def auto_remat[F: Callable[..., Any]](
     *,
     argnums: int | Sequence[int] = 0,
     where: str | None = None,
+    unroll: bool = False,
     options: CompileOptions | None = None,
 ) -> F:
     """`function` under the fastest plan whose training step needs no more than `budget` on `target`.
 
     It is a training step, or a loss; of a loss, the step that is planned is that of its gradient with respect to
     `argnums`, without an optimizer, whose memory the budget then has to leave out. A plan that does not fit is applied
-    all the same, being the one of the smallest need, and says so (`Plan.fits`).
+    all the same, being the one of the smallest need, and says so (`Plan.fits`). `where`, `unroll` and `options` are
+    those of `plan`.
 
     The plan is made when the function is first called, under `jax.jit` when it is first traced, which takes a few
     compiles; all plans are in `.plans` of what is returned. Another one is made for arrays of other shapes or types,
@@ -67,7 +69,7 @@ def auto_remat[F: Callable[..., Any]](
             with _outside(chosen) as there:
                 found = next((each for each in known if _fits_blocks(each, call)), None)
                 if found is None:
-                    plans[call.key] = _plan_for(function, call, there, budget, argnums, where, options)
+                    plans[call.key] = _plan_for(function, call, there, budget, argnums, where, unroll, options)
                     known.append(found := plans[call.key].apply(function))
             applied[call.key] = found
         return applied[call.key](*args, **kwargs)
@@ -128,10 +130,11 @@ def _plan_for(
     budget: str | int | None,
     argnums: int | Sequence[int],
     where: str | None,
+    unroll: bool,
     options: CompileOptions | None,
 ) -> Plan:
     step = function if _differentiates(call.run(function), call.arrays) else jax.value_and_grad(function, argnums)
-    return plan(Step(call.run(step), call.arrays), target, budget, where=where, options=options)
+    return plan(Step(call.run(step), call.arrays), target, budget, where=where, unroll=unroll, options=options)
 
 
 def _differentiates(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:

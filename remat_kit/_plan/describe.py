@@ -195,6 +195,8 @@ def reasons_for(
         )
     else:
         found.append(f"Nothing beats the named policy {policy.name} here.")
+    if best.is_unrolled:
+        found.append("Its loops over blocks are written out, so nothing that blocks keep is stacked.")
     if best.options:
         told = ", ".join(f"{name}={value}" for name, value in best.options)
         found.append(f"It is XLA's own pass that does it: give jax.jit the compiler_options of the plan ({told}).")

@@ -27,6 +27,8 @@ from remat_kit._plan.flat import (
 _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "dot_product_attention")
 _MOST = 0.8
 """What share of its products a checkpoint has in loops and other checkpoints to be around blocks, not one itself."""
+_ROWS = frozenset({"split", "squeeze"})
+"""What takes a loop's arrays apart when it is written out: a row of a parameter lives as long as the parameter."""
 _SHARED = 0.5
 """What share of a block's operations has to be in a scope for the block to be called by it."""
 
@@ -133,6 +135,9 @@ class Layout:
     ) -> None:
         depth = len(scans)
         lasting = {number for position, number in enumerate(flat.inputs) if position not in carried}
+        for op in flat.ops:
+            if op.primitive in _ROWS and op.inputs[0] in lasting:
+                lasting.update(op.outputs)
         self.flat = flat
         self.blocks: dict[int, Instance] = {}
         self.bodies: dict[int, Instance] = {}

@@ -29,19 +29,22 @@ def plan(
     *,
     where: str | None = None,
     offload: bool = False,
+    unroll: bool = False,
     options: CompileOptions | None = None,
 ) -> Plan:
     """The plan for a step that takes the least predicted time and needs no more than `budget` on `target`.
 
     `budget` is text such as "40GiB" or "90%", bytes, or None for the fastest plan of all. `where` is a regular
     expression on module paths that says what a block is; without it blocks are found (`find_sites`). With `offload`,
-    values may wait in host memory, where the copies fit beside what is computed. A plan that does not fit is that of
-    the smallest need that was reached (`Plan.fits`). At most `MOST_COMPILES` programs are compiled.
+    values may wait in host memory, where the copies fit beside what is computed. With `unroll`, loops over blocks may
+    be written out: nothing is stacked then and each block may keep something else, but the program takes the compiler
+    as many times as long. A plan that does not fit is that of the smallest need that was reached (`Plan.fits`). At most
+    `MOST_COMPILES` programs are compiled.
 
     Raises PlanError for a budget that is none, RematKitError when there is nothing to plan.
     """
     limit = parse_budget(budget, target)
-    return plan_with(Planner.of(step, target, options, where, offload), limit)
+    return plan_with(Planner.of(step, target, options, where, offload, unroll), limit)
 
 
 def plan_with(planner: Planner, limit: int | None, workload: Workload | None = None) -> Plan:
@@ -56,6 +59,8 @@ class _Search:
 
     def __init__(self, planner: Planner, limit: int | None) -> None:
         self.planner = planner
+        self.searched = planner
+        """Where further decisions are made: the planner itself, or the one with loops written out."""
         self.limit = float("inf") if limit is None else float(limit)
         self.tried: list[Candidate] = []
         self.best_policy: Candidate | None = None
@@ -69,6 +74,7 @@ class _Search:
         self._policy()
         if not first.fits(self.limit):
             self._reach()
+        self._unroll(first)
         self._listen()
         self._nearly()
         self._own_pass()
@@ -77,6 +83,15 @@ class _Search:
             name = f"as {self.best_policy.name}"
             self._add(self.planner.compile(name, self.best_policy.choice, None))
         return self._answer()
+
+    def _unroll(self, first: Candidate) -> None:
+        """Goes on with loops written out, where that is allowed, fits with all computed again, and is then faster."""
+        unrolled = self.planner.unrolled
+        if unrolled is None or not first.fits(self.limit) or self._left() < 2:
+            return
+        again = self._add(unrolled.all_again())
+        if again.fits(self.limit) and again.seconds < first.seconds:
+            self.searched = unrolled
 
     def _listen(self) -> None:
         """One opinion after the other on what keeping costs, each until XLA says that it fits.
@@ -88,14 +103,14 @@ class _Search:
             waiting = [factor for factor in FACTORS if factor not in settled]
             for factor in [*waiting, *sorted(settled, key=lambda each: settled[each])]:
                 choice = self._chosen(factor)
-                known = self.planner.alike(choice, self.limit)
+                known = self.searched.alike(choice, self.limit)
                 if known is None:
                     break
                 settled.setdefault(factor, known.seconds if known.fits(self.limit) else float("inf"))
             else:
                 return
             candidate = self._add(
-                self.planner.compile(f"plan {factor:g}", choice, self.planner.needs().need_bytes(choice))
+                self.searched.compile(f"plan {factor:g}", choice, self.searched.needs().need_bytes(choice))
             )
             if candidate.fits(self.limit):
                 settled[factor] = min(candidate.seconds, settled.get(factor, float("inf")))
@@ -108,11 +123,11 @@ class _Search:
 
         After a program was over the budget, with a margin of as much as its need was underestimated.
         """
-        needs = self.planner.needs()
-        if found := self.planner.chosen(needs, self.limit - self.margin, factor):
+        needs = self.searched.needs()
+        if found := self.searched.chosen(needs, self.limit - self.margin, factor):
             return found
-        least = self.planner.least(needs)
-        return self.planner.chosen(needs, needs.need_bytes(least) * (1 + _MODEL_ERROR), factor) or least
+        least = self.searched.least(needs)
+        return self.searched.chosen(needs, needs.need_bytes(least) * (1 + _MODEL_ERROR), factor) or least
 
     def _nearly(self) -> None:
         """Where no plan fits, the named policies that are over the budget by no more than the model may be wrong."""
@@ -180,7 +195,9 @@ class _Search:
 
         A named policy is a comparison only: its decisions are among those that a plan can make.
         """
+        unrolled = self.planner.unrolled
         known = (*self.planner.plans_so_far(), *self.planner.own_pass_so_far())
+        known = (*known, *unrolled.plans_so_far()) if unrolled else known
         fitting = [each for each in known if each.fits(self.limit)]
         if fitting:
             return min(fitting, key=lambda each: (each.seconds, each.need_bytes))
@@ -192,6 +209,7 @@ def _answer(planner: Planner, limit: int | None, best: Candidate, search: _Searc
     assert compiled is not None
     budget = search.limit
     policy = search.best_policy if search.best_policy and search.best_policy.fits(budget) else None
+    made_by = planner.unrolled if best.is_unrolled and planner.unrolled else planner
     return Plan(
         workload=workload.spec if workload else "",
         options=dict(workload.options) if workload else {},
@@ -205,12 +223,13 @@ def _answer(planner: Planner, limit: int | None, best: Candidate, search: _Searc
         step_s=compiled.seconds,
         breakdown_s=dict(compiled.prediction.breakdown),
         recompute_flops=compiled.recompute_flops,
-        blocks=block_plans(planner, best.choice),
-        outside_flops=planner.found.outside_flops,
+        blocks=block_plans(made_by, best.choice),
+        outside_flops=made_by.found.outside_flops,
         tried=tuple(_tried(each, budget) for each in search.tried),
         best_policy=_tried(policy, budget) if policy else None,
         reasons=reasons_for(best, policy, search.tried, limit),
         compiler_options=dict(best.options),
+        unrolled=made_by.found.loops,
     )
 
 

@@ -16,6 +16,7 @@ from remat_kit._plan.flat import Flat, Place, with_constants_as_inputs
 from remat_kit._plan.layout import Instance, Layout, NoSuchSite, Site, as_program, lay_out
 from remat_kit._plan.outline import fingerprint_as, lift_numbers, outline_of
 from remat_kit._plan.sizes import outside_flops
+from remat_kit._plan.unroll import unrolled
 from remat_kit._trace import Differentiated, losses_rewritten, losses_stopped
 from remat_kit._units import format_flops
 
@@ -144,6 +145,8 @@ class Plan:
       reasons: sentences: what bounds the need, what the plan gains and by what.
       compiler_options: what `jax.jit(step, compiler_options=...)` has to be given with it, mostly nothing: XLA's own
         pass, where nothing else is as fast, is told its limit there.
+      unrolled: loops over blocks that are written out, each by the number of its operation in the function that is
+        differentiated; sites are those in the program that comes of it.
     """
 
     workload: str
@@ -164,6 +167,7 @@ class Plan:
     reasons: tuple[str, ...] = ()
     outside_flops: int | None = None
     compiler_options: Mapping[str, str] = field(default_factory=dict)
+    unrolled: tuple[int, ...] = ()
     version: int = field(default=VERSION)
 
     def __hash__(self) -> int:
@@ -295,7 +299,8 @@ class _Applied:
     def run(self, jaxpr: Any, arguments: Sequence[Any]) -> list[Any]:
         """The results of a function that is differentiated."""
         try:
-            layout = lay_out(jaxpr, sorted(self.sites))
+            program = unrolled(jaxpr, self.plan.unrolled) if self.plan.unrolled else jaxpr
+            layout = lay_out(program, sorted(self.sites))
         except NoSuchSite as error:
             raise PlanError(
                 f"the plan is for another model: {error}. {self.plan.made_with()} Make a new plan."
@@ -368,7 +373,7 @@ def _from_json(data: Mapping[str, Any]) -> Plan:
     best = data["best_policy"]
     blocks = tuple(_block_from_json(each) for each in data["blocks"])
     plan = Plan(**{**given, "blocks": blocks, "tried": tried, "best_policy": Tried(**best) if best else None,
-                   "reasons": tuple(data["reasons"])})  # fmt: skip
+                   "reasons": tuple(data["reasons"]), "unrolled": tuple(data["unrolled"])})  # fmt: skip
     if not all(each.how in (SAVE, OFFLOAD) for block in blocks for each in block.kept):
         raise ValueError("a value is neither saved nor offloaded")
     return plan

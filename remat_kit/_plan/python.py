@@ -6,7 +6,7 @@ import re
 from types import ModuleType
 
 from remat_kit import names
-from remat_kit._plan import block, flat, layout
+from remat_kit._plan import block, flat, layout, unroll
 from remat_kit._plan.plan import Plan
 
 _OWN = re.compile(r"^from remat_kit\.[\w.]+ import (\([^)]*\)|[^\n]*)\n", re.MULTILINE)
@@ -27,6 +27,8 @@ _TAIL = '''
 BLOCKS = {blocks}
 """Of each kind of block: its sites (scans around it, stretch of operations), how often scans run each, its fingerprint,
 that of its derivative, and what is kept in it (the number of an operation in the derivative, and of its result)."""
+UNROLLED = {unrolled}
+"""The loops that are written out, by the number of their operation; sites are those in what comes of it."""
 
 
 def planned(loss):
@@ -49,7 +51,8 @@ def planned(loss):
             return blocks[number](*values)
 
         jaxpr, arrays, rebuild = as_program(loss, args, kwargs)
-        return rebuild(lay_out(jaxpr, sorted(sites)).run(arrays, call))
+        program = unrolled(jaxpr, UNROLLED) if UNROLLED else jaxpr
+        return rebuild(lay_out(program, sorted(sites)).run(arrays, call))
 
     return run
 '''
@@ -57,7 +60,7 @@ def planned(loss):
 
 def to_python(plan: Plan) -> str:
     """The text of a module with a function `planned(loss)` that gives what `plan.apply(loss)` gives."""
-    own = [_without_own_imports(module) for module in (flat, block, layout)]
+    own = [_without_own_imports(module) for module in (flat, block, layout, unroll)]
     imports = sorted({line for text in own for line in _IMPORT.findall(_top(text))}, key=_place_of_import)
     bodies = [text[len(_top(text)) :].strip("\n") for text in own]
     blocks = [
@@ -77,7 +80,7 @@ def to_python(plan: Plan) -> str:
         jax=plan.versions.get("jax", "?"),
         decisions=_decisions(plan),
     )
-    tail = _TAIL.format(blocks=pprint.pformat(blocks, width=110, sort_dicts=False))
+    tail = _TAIL.format(blocks=pprint.pformat(blocks, width=110, sort_dicts=False), unrolled=plan.unrolled)
     return head + "".join(imports) + "\n" + "\n\n\n".join(bodies) + "\n" + tail
 
 
@@ -96,7 +99,8 @@ def to_maxtext(plan: Plan) -> str | None:
         {kept.name for kept in each.kept} != set(decided) for each in plan.blocks
     ):  # MaxText has one policy for all layers
         return None
-    return "\n".join(["remat_policy: custom", *(f"{name}: {place}" for name, place in sorted(decided.items()))])
+    loops = ["scan_layers: false"] if plan.unrolled else []
+    return "\n".join([*loops, "remat_policy: custom", *(f"{name}: {place}" for name, place in sorted(decided.items()))])
 
 
 def _without_own_imports(module: ModuleType) -> str:

@@ -22,6 +22,8 @@ from remat_kit._target import Target
 
 MOST_COMPILES = 5
 XLA_AUTO = "xla_auto"
+UNROLLED = ", loops written out"
+"""At the end of the name of a candidate whose loops over blocks are unrolled."""
 FACTORS = (1.0, 2.0, 4.0)
 """On what the model says that keeping a value costs: a second opinion, since how XLA fuses a write is not known."""
 
@@ -46,6 +48,7 @@ class Candidate:
       error: why it could not be compiled.
       is_policy: it is a named policy, as `jax.checkpoint` runs it.
       options: compiler options that it needs beside its decisions, as (name, value) pairs.
+      is_unrolled: loops over blocks are written out, and `choice` is of each block in them.
     """
 
     name: str
@@ -55,6 +58,7 @@ class Candidate:
     error: str | None = None
     is_policy: bool = False
     options: tuple[tuple[str, str], ...] = ()
+    is_unrolled: bool = False
 
     @property
     def seconds(self) -> float:
@@ -79,7 +83,7 @@ class Planner:
       step, target, options: what is planned, for what, compiled how.
       found: its blocks.
       offload: whether values may be moved to the host.
-      compiles: how often XLA was asked so far.
+      unroll: whether loops over blocks may be written out (`unrolled`).
     """
 
     step: Step
@@ -87,7 +91,9 @@ class Planner:
     options: CompileOptions
     found: Survey
     offload: bool = False
-    compiles: int = 0
+    unroll: bool = False
+    _compiles: int = 0
+    _unrolled: "Planner | None" = None
     _frontiers: dict[float, dict[str, tuple[Solution, ...]]] = field(default_factory=dict)
     _candidates: dict[Any, Candidate] = field(default_factory=dict)
 
@@ -98,9 +104,28 @@ class Planner:
         options: CompileOptions | None = None,
         where: str | None = None,
         offload: bool = False,
+        unroll: bool = False,
     ) -> "Planner":
         """A planner for a step. Raises RematKitError when there is nothing to plan."""
-        return Planner(step, target, options or CompileOptions(), survey(step, target, where), offload)
+        found = survey(step, target, where)
+        planner = Planner(step, target, options or CompileOptions(), found, offload, unroll)
+        if unroll and found.more_loops:
+            longer = survey(step, target, where, unroll=True)
+            planner._unrolled = Planner(step, target, planner.options, longer, offload)
+        return planner
+
+    @property
+    def compiles(self) -> int:
+        """How often XLA was asked so far."""
+        return self._compiles + (self._unrolled.compiles if self._unrolled else 0)
+
+    @property
+    def unrolled(self) -> "Planner | None":
+        """The planner for the step with its loops over blocks written out; None when that is not allowed, or none is.
+
+        Each block of theirs is decided on by itself there.
+        """
+        return self._unrolled
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -192,7 +217,9 @@ class Planner:
         if key not in self._candidates:
             blocks = self.blocks_of(choice)
             compiled, error = self._compile(lambda instance: blocks[instance.site])
-            self._candidates[key] = Candidate(name, choice, compiled, predicted, error)
+            is_unrolled = bool(self.found.loops)
+            name = f"{name}{UNROLLED}" if is_unrolled else name
+            self._candidates[key] = Candidate(name, choice, compiled, predicted, error, is_unrolled=is_unrolled)
         return self._candidates[key]
 
     def named(self, policy: Policy) -> Candidate:
@@ -260,10 +287,9 @@ class Planner:
     def _compile(
         self, choose_block: Callable[[Instance], Any], options: CompileOptions | None = None
     ) -> tuple[Compiled | None, str | None]:
-        self.compiles += 1
+        self._compiles += 1
         try:
-            sites = self.found.sites
-            traced = trace_with(self.step, self.target, lambda _: sites, choose_block)
+            traced = trace_with(self.step, self.target, self.found.place, choose_block)
             return read_compiled(compile_step(traced, options or self.options)), None
         except CompileError as error:
             return None, str(error)

@@ -12,6 +12,7 @@ from remat_kit._plan.find import find_sites
 from remat_kit._plan.graph import Graph, build_graph
 from remat_kit._plan.layout import Instance, Layout, Site, flat_of, lay_out
 from remat_kit._plan.sizes import flops_of_op, outside_flops
+from remat_kit._plan.unroll import loops_over_blocks, sites_of_turns, unrolled
 from remat_kit._step import Step
 from remat_kit._target import Target
 from remat_kit._trace import TracedStep, losses_rewritten, trace
@@ -42,22 +43,32 @@ class Survey:
       traced: the step with every block checkpointed and nothing kept in it.
       kinds: by name; sites: of all blocks in the order in which they run.
       outside_flops: of the matrix products that are in no block, once, in the function that is differentiated.
+      loops: those of the function that are written out (`unrolled`), to which `sites` refers then.
+      more_loops: those that could be.
     """
 
     traced: TracedStep
     kinds: Mapping[str, Kind]
     sites: tuple[Site, ...]
     outside_flops: int = 0
+    loops: tuple[int, ...] = ()
+    more_loops: tuple[int, ...] = ()
+
+    def place(self, jaxpr: Any) -> tuple[Any, Sequence[Site]]:
+        """The program of the function that is differentiated, and the sites in it."""
+        return unrolled(jaxpr, self.loops) if self.loops else jaxpr, self.sites
 
 
+Place = Callable[[Any], tuple[Any, Sequence[Site]]]
+"""From the jaxpr of what is differentiated to the one to run in its place, and where the blocks are in that."""
 Chooser = Callable[[Instance], Block]
 """The block that runs at a site."""
 Note = Callable[[Layout, Sequence[Any]], None]
 """Sees a layout and what it is run on before it runs."""
 
 
-def survey(step: Step, target: Target, where: str | None = None) -> Survey:
-    """The blocks of a step.
+def survey(step: Step, target: Target, where: str | None = None, unroll: bool = False) -> Survey:
+    """The blocks of a step, those of loops each on its own with `unroll`.
 
     Raises RematKitError when there is none, when the step has no derivative, or when a block has an `io_callback`.
     """
@@ -76,7 +87,16 @@ def survey(step: Step, target: Target, where: str | None = None) -> Survey:
             _check_effects(instance)
         return blocks.setdefault(key_of(instance), Block(instance.flat, {}, ""))
 
-    traced = trace_with(step, target, lambda jaxpr: find_sites(jaxpr, where), choose, layouts, note)
+    loops: list[tuple[int, ...]] = []
+
+    def place(jaxpr: Any) -> tuple[Any, Sequence[Site]]:
+        sites = find_sites(jaxpr, where)
+        loops[:] = [loops_over_blocks(jaxpr, sites)]
+        if not unroll or not loops[0]:
+            return jaxpr, sites
+        return unrolled(jaxpr, loops[0]), sites_of_turns(jaxpr, sites, loops[0])
+
+    traced = trace_with(step, target, place, choose, layouts, note)
     (layout,) = layouts
     instances = [each for each in layout.instances() if blocks[key_of(each)].seen and any(active[each.site])]
     if not instances:
@@ -94,7 +114,8 @@ def survey(step: Step, target: Target, where: str | None = None) -> Survey:
     outside = outside_flops(layout) + sum(
         each.repeats * flops_of_op(op) for each in layout.instances() if each not in instances for op in each.flat.ops
     )
-    return Survey(traced, kinds, tuple(each.site for each in instances), outside)
+    written_out, left = (loops[0], ()) if unroll else ((), loops[0])
+    return Survey(traced, kinds, tuple(each.site for each in instances), outside, written_out, left)
 
 
 def _check_effects(instance: Instance) -> None:
@@ -113,7 +134,7 @@ def _check_effects(instance: Instance) -> None:
 def trace_with(
     step: Step,
     target: Target,
-    sites_of: Callable[[Any], Sequence[Site]],
+    place: Place,
     choose: Chooser,
     layouts: list[Layout] | None = None,
     note: Note | None = None,
@@ -122,12 +143,12 @@ def trace_with(
 
     Raises RematKitError when it differentiates nothing, or more than one function.
     """
-    return trace(dataclasses.replace(step, fn=rewritten(step.fn, sites_of, choose, layouts, note)), target)
+    return trace(dataclasses.replace(step, fn=rewritten(step.fn, place, choose, layouts, note)), target)
 
 
 def rewritten(
     function: Callable[..., Any],
-    sites_of: Callable[[Any], Sequence[Site]],
+    place: Place,
     choose: Chooser,
     layouts: list[Layout] | None = None,
     note: Note | None = None,
@@ -136,12 +157,15 @@ def rewritten(
 
     def run(*args: Any, **kwargs: Any) -> Any:
         found: list[Layout] = []
+        programs: set[str] = set()
 
         def rewrite(jaxpr: Any, arguments: Sequence[Any]) -> Sequence[Any]:
-            if found and found[0].flat.fingerprint() != flat_of(jaxpr).fingerprint():
-                raise _not_one("several functions")
             # JAX traces the body of a loop again when it finds another type of what is carried.
-            layout = lay_out(jaxpr, sites_of(jaxpr))
+            programs.add(flat_of(jaxpr).fingerprint())
+            if len(programs) > 1:
+                raise _not_one("several functions")
+            program, sites = place(jaxpr)
+            layout = lay_out(program, sites)
             found[:] = [layout]
             if note is not None:
                 note(layout, arguments)

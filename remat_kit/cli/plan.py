@@ -25,6 +25,9 @@ def command(
         str | None, typer.Option(metavar="REGEX", help="module paths that are a block, e.g. 'blocks_[0-9]+'")
     ] = None,
     offload: Annotated[bool, typer.Option("--offload", help="values may be moved to the host's memory")] = False,
+    unroll: Annotated[
+        bool, typer.Option("--unroll", help="loops over blocks may be written out: faster, and slower to compile")
+    ] = False,
     mesh: _input.MeshOption = None,
     gemm: Annotated[str, typer.Option(metavar="cublas|triton", help="who multiplies on a GPU target")] = "cublas",
     autotune_results: _input.AutotuneOption = None,
@@ -67,7 +70,7 @@ def command(
     with contextlib.redirect_stdout(sys.stderr):
         # With every block wrapped, blocks are those that the model itself marks; others are found.
         step = given.build(get_policy("full"), chosen.chip.platform)
-        planner = Planner.of(step, chosen, compile_options, where, offload)
+        planner = Planner.of(step, chosen, compile_options, where, offload, unroll)
         if limit is None:
             plans = front(planner, workload=given)
             found = knee(plans)
