@@ -7,7 +7,8 @@ reached, shares of the way from there to the need of policy `none`, and that nee
 need, whether it is within the budget, its predicted step time beside that of the fastest named policy that fits, how
 many programs were compiled for it, and whether the plan writes loops over blocks out, which it may. A workload on a
 target is a process of its own: one that the compiler kills costs its own cells. Rows are kept as they come
-(experiments/results/plan_suite.json) and the table is printed from them. Exits with 1 when a plan is over its budget, slower than a named policy that fits, or took more than 5 compiles.
+(experiments/results/plan_suite.json) and the table is printed from them. Exits with 1 when a plan is over its budget,
+slower than a named policy that fits, or took more than 5 compiles.
 """
 
 import argparse

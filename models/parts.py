@@ -50,12 +50,18 @@ def residual(x_BTD: jax.Array, config: TransformerConfig) -> jax.Array:
     return constrain(x_BTD, "batch", "residual_sequence", "embed", sequence_parallel=config.sequence_parallel)
 
 
-def whole(x_BTD: jax.Array) -> jax.Array:
+def whole(x_BTD: jax.Array, sequence_parallel: bool = False) -> jax.Array:
     """`x_BTD` itself, on a mesh with every position and all of the width on each device of tensor.
 
     Before a matrix that is cut along its columns: an all-gather with `sequence_parallel`. Its gradient is summed over
     tensor here.
     """
+    if sequence_parallel:
+        # Where one constraint takes another's result, XLA's partitioner (Shardy) puts the last one's in the place of
+        # all other uses of the first one's operand. What a policy keeps for backward would then be the gathered array,
+        # eight times as large on eight devices. An operation that changes nothing keeps the two apart.
+        kind = jnp.finfo(x_BTD.dtype)
+        x_BTD = jax.lax.reduce_precision(x_BTD, kind.nexp, kind.nmant)
     return constrain(x_BTD, "batch", "sequence", "embed")
 
 
@@ -208,7 +214,7 @@ class Attention(nnx.Module):
         """[B, T, D], before dropout and the residual sum; `key` is for dropout on the probabilities."""
         config = self.config
         B, T, _ = x_BTD.shape
-        x_BTD = whole(x_BTD)
+        x_BTD = whole(x_BTD, config.sequence_parallel)
         q_BTHC, k_BTKC, v_BTKC = (
             constrain(project(x_BTD).reshape(B, T, -1, config.head_width), *HEADS)
             for project in (self.query, self.key, self.value)
@@ -232,7 +238,7 @@ class MLP(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """[B, T, D], before dropout and the residual sum."""
-        up_BTF = checkpoint_name(constrain(self.up(whole(x_BTD)), *HIDDEN), names.MLP_UP)
+        up_BTF = checkpoint_name(constrain(self.up(whole(x_BTD, self.config.sequence_parallel)), *HIDDEN), names.MLP_UP)
         hidden_BTF = checkpoint_name(constrain(jax.nn.gelu(up_BTF, approximate=True), *HIDDEN), names.MLP_HIDDEN)
         return checkpoint_name(residual(self.down(hidden_BTF), self.config), names.MLP_DOWN)
 
@@ -248,7 +254,7 @@ class GatedMLP(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """[B, T, D], before dropout and the residual sum."""
-        x_BTD = whole(x_BTD)
+        x_BTD = whole(x_BTD, self.config.sequence_parallel)
         gate_BTF = checkpoint_name(constrain(self.gate(x_BTD), *HIDDEN), names.MLP_GATE)
         up_BTF = checkpoint_name(constrain(self.up(x_BTD), *HIDDEN), names.MLP_GATED_UP)
         hidden_BTF = checkpoint_name(constrain(jax.nn.silu(gate_BTF) * up_BTF, *HIDDEN), names.MLP_HIDDEN)

@@ -93,6 +93,8 @@ AGAIN_SEQUENCE = {
     "save_reduced": (2, 0),
     "dots_with_no_batch_dims_saveable": (2, 0),
     "save_qkv_proj": (2, 1),
+    # The inputs of products are kept as a part on each device, not as they are gathered.
+    "save(attention_norm,mlp_norm)": (2, 1),
 }
 
 
