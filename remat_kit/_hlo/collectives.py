@@ -10,10 +10,12 @@ from remat_kit._hlo.module import Computation, Instruction
 from remat_kit._hlo.roofline import COLLECTIVES, Prediction
 from remat_kit._hlo.scope import starred
 from remat_kit._hlo.work import executions
-from remat_kit._phase import RECOMPUTE
+from remat_kit._phase import BACKWARD, RECOMPUTE
 
 _MOST_SHAPES = 4
 """Shapes of a combined collective that are written out."""
+_CHECKPOINTS = frozenset({"remat2", "remat", "checkpoint"})
+"""The names of JAX's own operation, in which a checkpointed function runs again."""
 
 
 @dataclass(slots=True)
@@ -81,7 +83,10 @@ def _place(found: Anatomy, at: Instruction) -> tuple[str, str]:
     """Phase and module path of a collective."""
     structure = found.structure
     path = "/".join(found.attributor.origins.of(at).path)
-    return structure.phases.get(at.id) or at.phase, starred(path, structure.blocks.get(at.id, ""))
+    phase = structure.phases.get(at.id) or at.phase
+    if phase == BACKWARD and at.op_name.rpartition("/")[2] in _CHECKPOINTS:
+        phase = RECOMPUTE  # of what a checkpoint keeps: a part of a value that is gathered again
+    return phase, starred(path, structure.blocks.get(at.id, ""))
 
 
 def _shape(collective: Instruction) -> str:
