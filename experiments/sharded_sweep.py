@@ -50,6 +50,8 @@ SWEEPS = {
 }
 
 
+TIMEOUT_S = 3600
+"""Of one policy: with 48 layers and dropout XLA takes a minute, and many on a busy machine."""
 OVERLAP = "xla_gpu_enable_latency_hiding_scheduler=true"
 """What training jobs switch on: without it XLA waits for almost every collective where it starts it."""
 
@@ -59,8 +61,9 @@ def sweep(name: str, layers: int | None = None) -> int:
     chosen = SWEEPS[name]
     fewer = [f"layers={layers}"] if layers else []
     outputs = ["--json", f"{RESULTS / name}.json", "--force"]
-    where = ["--target", chosen.target, "--mesh", chosen.mesh, "--policies", chosen.policies, "--xla-option", OVERLAP]
-    return remat_kit(["sweep", *chosen.workload, *fewer, *where, *outputs])
+    where = ["--target", chosen.target, "--mesh", chosen.mesh, "--policies", chosen.policies]
+    limits = ["--xla-option", OVERLAP, "--timeout", str(TIMEOUT_S)]
+    return remat_kit(["sweep", *chosen.workload, *fewer, *where, *limits, *outputs])
 
 
 def render() -> None:
@@ -115,6 +118,8 @@ def main(arguments: list[str] | None = None) -> int:
     unknown = sorted(set(asked.only.split(",")) - SWEEPS.keys())
     if unknown:
         parser.error(f"there is no sweep {unknown[0]!r}. Sweeps: {', '.join(SWEEPS)}")
+    if asked.layers and asked.results == RESULTS:
+        parser.error("--layers is for trying it. Name another folder with --results, so that the kept records stay.")
     RESULTS = asked.results.resolve()
     RESULTS.mkdir(exist_ok=True, parents=True)
     status = 0

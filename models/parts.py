@@ -23,7 +23,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from models.config import TransformerConfig
-from models.sharding import constrain, use
+from models.sharding import apart, constrain, use
 from remat_kit import Policy, get_policy, names, scan_stack, unroll_stack
 
 EPSILON = 1e-5
@@ -56,13 +56,7 @@ def whole(x_BTD: jax.Array, sequence_parallel: bool = False) -> jax.Array:
     Before a matrix that is cut along its columns: an all-gather with `sequence_parallel`. Its gradient is summed over
     tensor here.
     """
-    if sequence_parallel:
-        # Where one constraint takes another's result, XLA's partitioner (Shardy) puts the last one's in the place of
-        # all other uses of the first one's operand. What a policy keeps for backward would then be the gathered array,
-        # eight times as large on eight devices. An operation that changes nothing keeps the two apart.
-        kind = jnp.finfo(x_BTD.dtype)
-        x_BTD = jax.lax.reduce_precision(x_BTD, kind.nexp, kind.nmant)
-    return constrain(x_BTD, "batch", "sequence", "embed")
+    return constrain(apart(x_BTD) if sequence_parallel else x_BTD, "batch", "sequence", "embed")
 
 
 def at_least_float32(dtype: jax.typing.DTypeLike) -> jnp.dtype:

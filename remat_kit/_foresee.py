@@ -42,7 +42,7 @@ class Asked:
 
 
 def room(asked: tuple[str, str | None, str, str | None]) -> dict[str, Any]:
-    """`{"limit_bytes", "default_bytes", "capacity_bytes"}` of (target, mesh, "yes" or "tight", budget or None).
+    """`{"limit_bytes", "pool_bytes", "capacity_bytes"}` of (target, mesh, "yes" or "tight", budget or None).
 
     Raises PlanError for a budget that is none, or beyond what one process can allocate on the device.
     """
@@ -193,11 +193,10 @@ def _trace(asked: Asked, value: int) -> Foreseen:
     traced = trace_cell(asked.cell.with_option(asked.option, value))
     jaxpr = traced.traced.jaxpr
     whole = share = 0
-    for leaf, var in zip(jax.tree.leaves(traced.step.args), jaxpr.jaxpr.invars, strict=True):
-        sharding = leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None
-        parts = math.prod(leaf.shape) // max(1, math.prod(sharding.shard_shape(leaf.shape))) if sharding else 1
+    for leaf, var in zip(jax.tree.leaves(traced.args), jaxpr.jaxpr.invars, strict=True):
+        shard = leaf.sharding.shard_shape(leaf.shape) if leaf.sharding else leaf.shape
         whole += nbytes(var)
-        share += nbytes(var) // parts
+        share += nbytes(var) * math.prod(shard) // max(1, math.prod(leaf.shape))
     live = live_bytes(jaxpr)
     # Arguments in shards mean that the work is shared, too.
     return Foreseen(value, share, live // traced.target.num_devices if share < whole else live)

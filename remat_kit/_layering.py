@@ -6,6 +6,7 @@ the longer ones first; `every(k)` has groups of k blocks, the last of which may 
 
 import enum
 import functools
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -168,4 +169,4 @@ def count_and_inside(function: str, arguments: list[str]) -> tuple[int | str, ..
             f"Write e.g. {function}(4) or {function}(4,full)."
         )
     count = arguments[0]
-    return int(count) if count.lstrip("+-").isdecimal() else count, *arguments[1:]
+    return int(count) if re.fullmatch(r"[+-]?[0-9]+", count) else count, *arguments[1:]

@@ -337,6 +337,12 @@ def _first_scan_under(policy: Policy) -> Iterator[list[bool]]:
                     f"remat_scan({str(policy)!r}) got a reversed scan, which it does not divide. Scan forward over "
                     "flipped arrays, or use scan_stack."
                 )
+            if set(options.values()) - {1, False}:
+                given = ", ".join(f"{name}={value!r}" for name, value in options.items())
+                raise PolicyError(
+                    f"remat_scan({str(policy)!r}) got a scan with {given}, and a divided stack runs in other loops. "
+                    "Leave that out, or use scan_stack."
+                )
             found.append(True)  # scans inside the blocks are theirs
             return _run_traced_once(policy, f, init, xs, length)
 

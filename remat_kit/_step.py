@@ -26,7 +26,7 @@ class Step:
       init: `init(seed) -> args` with real arrays of the shapes of `args`; needed to measure a step whose
         `args` are abstract.
       loss_and_grads: `loss_and_grads(*args) -> (loss, gradients)`; what a measurement compares with policy
-        `none`. Without it the step's own outputs are compared.
+        `none`. Without it nothing is compared, and the measurement says so.
       shardings: where the arguments lie on a mesh of several devices: `shardings(mesh)` gives a tuple with a pytree
         prefix of `PartitionSpec` (None: on every device in full) for each argument; or that tuple itself. A function
         may raise a WorkloadError for a mesh that does not suit the model. `fn` is traced with the mesh set, so it can

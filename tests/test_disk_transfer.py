@@ -173,6 +173,34 @@ def test_cleared_values_are_gone(transfer: Transfer):
         transfer.take(number, kinds(values(1)))
 
 
+def test_what_was_closed_away_is_said_by_the_next_transfer(tmp_path: Path):
+    first = Transfer(tmp_path, 64 * BLOCK, MIB)
+    number = first.put(values(1))
+    first.close()
+    second = Transfer(tmp_path, 64 * BLOCK, MIB, first.dropped)
+    with pytest.raises(DiskError, match=r"not there any more: the policy's close\(\) was called\. Run the step again"):
+        second.take(number, kinds(values(1)))
+    second.close()
+
+
+def no_memory(*_: object) -> None:
+    raise MemoryError
+
+
+def test_no_host_memory_to_read_into_is_an_error_and_nobody_waits(transfer: Transfer, monkeypatch: pytest.MonkeyPatch):
+    first, second = transfer.put(values(1)), transfer.put(values(2))
+    transfer.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr("remat_kit._disk.transfer.np.empty", no_memory)
+        with pytest.raises(DiskError, match=r"no host memory for 5\.00 KiB on their way from disk"):
+            transfer.take(second, kinds(values(2)))  # has a thread read the first one ahead
+        transfer.wait()
+    assert transfer.traffic().memory_bytes == 0
+    with pytest.raises(DiskError, match="a step failed: no host memory"):
+        transfer.take(first, kinds(values(1)))
+    assert transfer.take(transfer.put(values(3)), kinds(values(3)))[1] == 3
+
+
 def flip(number: int, at: int) -> None:
     byte = os.pread(number, 1, at)
     os.pwrite(number, bytes([byte[0] ^ 1]), at)

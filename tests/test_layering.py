@@ -74,6 +74,7 @@ def test_commas_inside_parentheses_belong_to_the_policy():
         ("segments(0)", r"segments\(\.\.\.\) takes first a number of segments of at least 1, or one of auto, sqrt, "
                         r"recursive, got 0\. Write e\.g\. segments\(4\)"),
         ("segments(-2)", "got -2"),
+        ("segments(--2)", "got '--2'"),
         ("segments(2.5)", "got '2.5'"),
         ("segments(full)", "got 'full'"),
         ("segments(autp)", r"got 'autp'\. Did you mean 'auto'\?"),

@@ -140,6 +140,19 @@ def test_tracing_goes_up_to_twice_the_limit() -> None:
     assert 4 * 1024 <= per_sample <= 7 * 1024, "the input and tanh of both blocks, the gradient and what is made of it"
 
 
+def test_on_a_mesh_bytes_are_those_of_one_device() -> None:
+    def lines(**mesh: int) -> dict[int, Any]:
+        options = {"size": "tiny", "layers": 2, "heads": 8, "optimizer": "sgd", "dropout": 0.0}
+        cell = fake.cell("full", "models.transformer:gpt", **options)
+        cell = dataclasses.replace(cell, target="h100-sxm-80gb", platform="cuda", mesh=tuple(mesh.items()))
+        found = foresee(Asked(cell, "batch", 8, 16, 8, 2**20))
+        return {line["value"]: line for line in found if "argument_bytes" in line}
+
+    one, eight = lines(device=1), lines(fsdp=8)
+    assert eight[8]["argument_bytes"] == pytest.approx(one[8]["argument_bytes"] / 8, rel=0.02)
+    assert eight[16]["live_bytes"] == pytest.approx(one[16]["live_bytes"] / 8, rel=0.02)
+
+
 def test_the_step_is_learned_from_what_is_refused() -> None:
     lines = list(foresee(_asked(200_000, even=True)))
     assert lines[0] == {"step": 2, "why": "batch=1 is refused: ValueError: batch 1 is odd"}

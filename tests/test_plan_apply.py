@@ -175,3 +175,12 @@ def test_a_derivative_inside_of_the_loss_is_left_alone():
 
     applied = some_plan(loss, W, X).apply(value_and_grad(loss))
     assert_close(jit(applied)(W, X), jit(value_and_grad(loss))(W, X))
+
+
+def test_an_error_of_the_loss_itself_stays_what_it_is():
+    def loss(w, x):
+        raise ValueError("x is odd")
+
+    plan = planned.some_plan(LOSSES["scan"], W, X)
+    with pytest.raises(ValueError, match=r"^x is odd$"):
+        plan.apply(loss)(W, X)

@@ -9,7 +9,7 @@ import pytest
 from contract import worst_error
 from planned import jit, plan_of, random_solutions
 
-from remat_kit import Workload, get_policy, get_target
+from remat_kit import PlanError, Workload, get_policy, get_target
 from remat_kit._jaxpr import count_work
 from remat_kit._measure import tolerance_of
 from remat_kit._plan.plan import Plan
@@ -72,6 +72,20 @@ def test_a_plan_in_the_place_of_a_policy(name):
     assert shapes == jax.eval_shape(step(name).loss_and_grads, *own.args)
 
 
+def test_a_block_alone_cannot_follow_a_plan_that_decides_layer_by_layer():
+    found = planner("linen unrolled", "full")
+    plan = plan_of(found, random_solutions(found, 4))
+    (block,) = plan.blocks
+    first, *others = block.sites
+    cut = (dataclasses.replace(block, sites=(first,)), dataclasses.replace(block, sites=tuple(others), kept=()))
+    plan = dataclasses.replace(plan, blocks=cut)
+    with pytest.raises(PlanError, match=r"which layer it is.*keeps other values.*plan\.apply"):
+        jax.eval_shape(workload("linen unrolled").build(plan, "cpu").loss_and_grads, *step("linen unrolled").args)
+    unrolled = dataclasses.replace(plan, blocks=(block,), unrolled=(0,))
+    with pytest.raises(PlanError, match=r"which layer it is.*writes their loop out.*plan\.apply"):
+        jax.eval_shape(workload("linen unrolled").build(unrolled, "cpu").loss_and_grads, *step("linen unrolled").args)
+
+
 @functools.cache
 def expected(name):
     own = step(name)
@@ -87,5 +101,18 @@ def test_loss_and_gradients_are_those_of_none(name, policy):
     found = planner(name, policy)
     plan = plan_of(found, random_solutions(found, 5))
     got = jit(plan.apply(step(name, policy).loss_and_grads))(*args)
+    assert jax.tree.structure(got) == jax.tree.structure(reference)
+    assert worst_error(jax.tree.leaves(got), jax.tree.leaves(reference)) <= tolerance_of("float32")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt", "llama, fused", "linen", "vit", "moe"])
+def test_with_loops_written_out_they_are_too(name):
+    args, reference = expected(name)
+    own = step(name, "full")
+    found = Planner.of(dataclasses.replace(own, fn=own.loss_and_grads), CPU, unroll=True).unrolled
+    assert found is not None
+    plan = plan_of(found, random_solutions(found, 5))
+    got = jit(plan.apply(own.loss_and_grads))(*args)
     assert jax.tree.structure(got) == jax.tree.structure(reference)
     assert worst_error(jax.tree.leaves(got), jax.tree.leaves(reference)) <= tolerance_of("float32")

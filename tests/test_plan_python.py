@@ -106,6 +106,16 @@ def test_it_says_what_it_is():
     assert to_python(named) == text
 
 
+def test_compiler_options_and_blocks_without_a_checkpoint_are_said():
+    made = plan("scan")
+    bare = tuple(dataclasses.replace(each, checkpointed=False, kept=()) for each in made.blocks)
+    text = to_python(dataclasses.replace(made, blocks=bare, compiler_options={"xla_some": "7"}))
+    assert "COMPILER_OPTIONS = {'xla_some': '7'}" in text
+    assert "Give jax.jit(step, compiler_options=COMPILER_OPTIONS)" in text
+    assert "are not checkpointed" in text
+    assert "compute all again" not in text
+
+
 def keeping(*kept):
     (block,) = plan("scan").blocks
     return dataclasses.replace(
@@ -126,6 +136,11 @@ class TestMaxText:
     def test_names_that_it_has(self):
         text = to_maxtext(keeping([(names.OUT, "offload"), (names.CONTEXT, "save")]))
         assert text == "remat_policy: custom\ncontext: device\nout_proj: offload"
+
+    def test_no_checkpoint(self):
+        made = keeping([])
+        bare = tuple(dataclasses.replace(each, checkpointed=False) for each in made.blocks)
+        assert to_maxtext(dataclasses.replace(made, blocks=bare)) is None
 
     def test_nothing_kept(self):
         assert to_maxtext(keeping([])) == "remat_policy: custom"

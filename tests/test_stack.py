@@ -268,6 +268,8 @@ def test_the_scan_that_a_function_runs():
     before = lax.scan
     with pytest.raises(PolicyError, match=r"remat_scan\('full'\) got a call that runs no jax\.lax\.scan.*unroll_stack"):
         remat_scan("full")(jnp.sin)(1.0)
+    with pytest.raises(PolicyError, match=r"got a scan with unroll=2, and a divided stack runs in other loops"):
+        remat_scan("segments(2)")(lambda x, ws: lax.scan(block, x, ws, unroll=2))(*values(4))
     with pytest.raises(PolicyError, match=r"got a reversed scan, which it does not divide\. Scan forward"):
         remat_scan("segments(2)")(lambda x, ws: lax.scan(block, x, ws, reverse=True))(*values(4))
     with pytest.raises(ZeroDivisionError):

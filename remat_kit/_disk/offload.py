@@ -67,6 +67,7 @@ class DiskOffload:
         self.directory, self.limit, self.write, self.memory = directory, limit, write, memory
         self._opening = threading.Lock()
         self._open: Transfer | None = None
+        self._dropped: tuple[int, str] = (0, "")
         Transfer(directory, limit, memory).close()  # what is wrong with the directory is said here
 
     @property
@@ -88,11 +89,13 @@ class DiskOffload:
 
     def traffic(self) -> Traffic:
         """What is on disk now, and what was written and read since the policy was made or closed."""
-        return self._transfer().traffic()
+        transfer = self._open
+        return transfer.traffic() if transfer else Traffic(0, 0, 0, 0, 0, 0, 0, 0, 0.0)
 
     def wait(self) -> None:
         """Returns when nothing is being written or read ahead."""
-        self._transfer().wait()
+        if transfer := self._open:
+            transfer.wait()
 
     def clear(self) -> None:
         """Gives up what was written and not read, as after a forward pass whose gradient is not wanted any more.
@@ -100,7 +103,8 @@ class DiskOffload:
         A backward pass that still asks for it ends in an error. A step that fails for want of the disk has done so
         itself.
         """
-        self._transfer().clear()
+        if transfer := self._open:
+            transfer.clear()
 
     def close(self) -> None:
         """As `clear`, and the file is gone, whose blocks go back to the disk. The next step makes another one.
@@ -110,8 +114,9 @@ class DiskOffload:
         """
         with self._opening:
             transfer, self._open = self._open, None
-        if transfer is not None:
-            transfer.close()
+            if transfer is not None:
+                transfer.close()
+                self._dropped = transfer.dropped
 
     def __enter__(self) -> "DiskOffload":
         return self
@@ -122,7 +127,7 @@ class DiskOffload:
     def _transfer(self) -> Transfer:
         with self._opening:
             if self._open is None:
-                self._open = Transfer(self.directory, self.limit, self.memory)
+                self._open = Transfer(self.directory, self.limit, self.memory, self._dropped)
             return self._open
 
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -96,9 +96,10 @@ class Transfer:
 
     Attributes:
       memory: bytes of host memory for values that wait to be written or were read ahead. One value may always.
+      dropped: values up to this number were given up, here or by the transfer before this one, and why.
     """
 
-    def __init__(self, directory: Path, limit: int, memory: int) -> None:
+    def __init__(self, directory: Path, limit: int, memory: int, dropped: tuple[int, str] = (0, "")) -> None:
         self.memory = memory
         self._process = os.getpid()
         self._storage = Storage(directory, limit)
@@ -106,7 +107,7 @@ class Transfer:
         self._in_memory = 0
         self._pending = 0  # writes and reads that a thread has not finished
         self._counts = _Counts()
-        self._dropped: tuple[int, str] = (0, "")  # numbers up to this one were given up, and why
+        self.dropped = dropped
         self._given_up = False  # the file is to be emptied when nothing uses it any more
         self._changed = threading.Condition()
         self._writes, self._reads = queue.SimpleQueue(), queue.SimpleQueue()
@@ -178,8 +179,8 @@ class Transfer:
                 self._counts.waited_s += time.monotonic() - start
                 self._pending -= 1
                 self._storage.give_back(value.extent)
-                if value.error is not None:
-                    raise self._give_up(value.error)
+                if data is None or value.error is not None:
+                    raise self._give_up(value.error or DiskError("a value could not be read"))
                 self._settle()
         return apart(data, kinds)
 
@@ -284,11 +285,11 @@ class Transfer:
                 value.state, value.data = State.READ, data
             self._settle()
 
-    def _fill(self, value: _Value) -> np.ndarray:
-        """The bytes of a value from the disk, or `value.error`. Without the lock."""
-        data = np.empty(value.size, np.uint8)
+    def _fill(self, value: _Value) -> np.ndarray | None:
+        """The bytes of a value from the disk, or None and `value.error`. Without the lock."""
         if value.error is None:
             try:
+                data = np.empty(value.size, np.uint8)
                 self._storage.read(value.extent, memoryview(data))
                 if zlib.crc32(data) != value.checksum:
                     value.error = DiskError(
@@ -298,9 +299,12 @@ class Transfer:
                     )
                 with self._changed:
                     self._counts.read += value.size
-            except (DiskError, MemoryError, OSError) as error:
+                return data
+            except MemoryError:
+                value.error = DiskError(f"no host memory for {format_bytes(value.size)} on their way from disk")
+            except (DiskError, OSError) as error:
                 value.error = _as_disk_error(error)
-        return data
+        return None
 
     def _settle(self) -> None:
         """After something has ended: whoever waits looks again, and a file that was given up goes back to the disk."""
@@ -318,7 +322,7 @@ class Transfer:
             if value.state in (State.WAITING, State.ON_DISK, State.READ):
                 self._storage.give_back(value.extent)
         self._values.clear()
-        self._dropped = next(_numbers), why
+        self.dropped = next(_numbers), why
         self._given_up = True
         self._settle()
 
@@ -329,7 +333,7 @@ class Transfer:
 
     def _unknown(self, number: int, value: _Value | None, kinds: Sequence[Kind]) -> DiskError:
         what = f"backward asks {self._storage.directory} for value {number}"
-        last, why = self._dropped
+        last, why = self.dropped
         if value is not None:
             return DiskError(f"{what} as {text(kinds)}, and it is {text(value.kinds)}. {_REPORT}")
         if not number:

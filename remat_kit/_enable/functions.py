@@ -17,7 +17,7 @@ from remat_kit._lower import lower
 from remat_kit._plan.block import tagged
 from remat_kit._plan.find import find_sites
 from remat_kit._plan.flat import CALLS, is_plain_call, primitive_of
-from remat_kit._plan.layout import Instance, as_program, lay_out
+from remat_kit._plan.layout import ChangesArgument, Instance, as_program, lay_out
 from remat_kit._policy import Checkpoint, Policy
 from remat_kit._scopes import nnx_scopes
 from remat_kit._trace import Differentiated, losses_rewritten, losses_stopped
@@ -43,9 +43,7 @@ def enable(
         with losses_stopped(), nnx_scopes():
             try:
                 jaxpr, arrays, rebuild = as_program(function, args, kwargs)
-            except ValueError as error:
-                if isinstance(error, RematKitError):
-                    raise
+            except ChangesArgument as error:
                 raise PolicyError(
                     f"cannot rematerialize in {name}: {error} Or give enable_remat the NNX model itself."
                 ) from error

@@ -37,6 +37,10 @@ class NoSuchSite(ValueError):
     """There is no block where one should be."""
 
 
+class ChangesArgument(ValueError):
+    """A function changes one of its arguments in place, which a program cannot."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Site:
     """Where one block is in a flat program.
@@ -243,7 +247,7 @@ def as_program(
 ) -> tuple[Any, list[Any], Callable[[Sequence[Any]], Any]]:
     """A call as a program of arrays: its jaxpr, its arguments, and what makes the function's results of the jaxpr's.
 
-    Raises ValueError when the function changes an argument in place, which a program cannot.
+    Raises ChangesArgument.
     """
     leaves, structure = jax.tree.flatten((tuple(args), dict(kwargs)))
     is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
@@ -256,7 +260,7 @@ def as_program(
         results[:] = jax.tree.flatten(function(*inner_args, **inner_kwargs))
         left = jax.tree.leaves((inner_args, inner_kwargs))
         if len(left) != len(filled) or any(each is not other for each, other in zip(left, filled, strict=True)):
-            raise ValueError(
+            raise ChangesArgument(
                 "the loss changes one of its arguments in place, a module's statistics or random stream perhaps. Give "
                 "the step that differentiates it, or return what changes."
             )

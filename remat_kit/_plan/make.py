@@ -61,6 +61,8 @@ class _Search:
         self.planner = planner
         self.searched = planner
         """Where further decisions are made: the planner itself, or the one with loops written out."""
+        self.loops = ""
+        """Why it is not the latter, as a sentence, where that was allowed."""
         self.limit = float("inf") if limit is None else float(limit)
         self.tried: list[Candidate] = []
         self.best_policy: Candidate | None = None
@@ -87,11 +89,19 @@ class _Search:
     def _unroll(self, first: Candidate) -> None:
         """Goes on with loops written out, where that is allowed, fits with all computed again, and is then faster."""
         unrolled = self.planner.unrolled
-        if unrolled is None or not first.fits(self.limit) or self._left() < 2:
+        if not self.planner.unroll:
             return
-        again = self._add(unrolled.all_again())
-        if again.fits(self.limit) and again.seconds < first.seconds:
-            self.searched = unrolled
+        if unrolled is None:
+            self.loops = f"No loop is written out: {self.planner.why_not_unrolled}."
+        elif not first.fits(self.limit) or self._left() < 2:
+            self.loops = "Loops were not written out: the budget leaves no room, or no compile was left to try it."
+        else:
+            again = self._add(unrolled.all_again())
+            if again.fits(self.limit) and again.seconds < first.seconds:
+                self.searched = unrolled
+            else:
+                what = "is no faster" if again.fits(self.limit) else "is over the budget"
+                self.loops = f"With its loops written out and as little kept as can be, the step {what}."
 
     def _listen(self) -> None:
         """One opinion after the other on what keeping costs, each until XLA says that it fits.
@@ -227,7 +237,7 @@ def _answer(planner: Planner, limit: int | None, best: Candidate, search: _Searc
         outside_flops=made_by.found.outside_flops,
         tried=tuple(_tried(each, budget) for each in search.tried),
         best_policy=_tried(policy, budget) if policy else None,
-        reasons=reasons_for(best, policy, search.tried, limit),
+        reasons=(*reasons_for(best, policy, search.tried, limit), *filter(None, [search.loops])),
         compiler_options=dict(best.options),
         unrolled=made_by.found.loops,
     )

@@ -13,7 +13,7 @@ import jax
 from remat_kit._errors import PlanError
 from remat_kit._plan.block import OFFLOAD, SAVE, BareBlock, Block
 from remat_kit._plan.flat import Flat, Place, with_constants_as_inputs
-from remat_kit._plan.layout import Instance, Layout, NoSuchSite, Site, as_program, lay_out
+from remat_kit._plan.layout import ChangesArgument, Instance, Layout, NoSuchSite, Site, as_program, lay_out
 from remat_kit._plan.outline import fingerprint_as, lift_numbers, outline_of
 from remat_kit._plan.sizes import outside_flops
 from remat_kit._plan.unroll import unrolled
@@ -109,7 +109,8 @@ class Tried:
     """A candidate that was compiled for the answer.
 
     Attributes:
-      name: of a policy, or what the decisions were made for; `make.REUSED` follows when that was another budget.
+      name: of a policy, or what the decisions were made for; `make.REUSED` follows that of an answer that was compiled
+        for another budget and not looked at for this one.
       need_bytes, step_s: compiled need and predicted time; None when the compiler refused.
       predicted_need_bytes: what the model had said before; None where there was no model yet.
       recompute_flops: of the matrix products that run again.
@@ -229,11 +230,18 @@ class Plan:
     def block(self, flat: Flat) -> tuple[Block | BareBlock, list[Any]]:
         """The block that computes what `flat` does, under this plan, and numbers that it takes behind its arguments.
 
-        Raises PlanError when the plan has none of that kind.
+        Raises PlanError when the plan has none of that kind, or decides on it in more than one way.
         """
         for each in self.blocks:
             numbers = lift_numbers(flat, each.outline)
             if each.kind == fingerprint_as(flat, each.outline):
+                same = each.kind, each.derivative
+                if self.unrolled or sum((other.kind, other.derivative) == same for other in self.blocks) > 1:
+                    raise PlanError(
+                        f"block {each.module!r} alone does not say which layer it is, and the plan "
+                        f"{'writes their loop out' if self.unrolled else 'keeps other values in some of them'}. Give "
+                        "plan.apply the step or the loss instead, without the plan in the model."
+                    )
                 return _block(each, flat), numbers
         if not self.blocks:
             raise PlanError("the plan has no blocks. Make a new plan.")
@@ -313,7 +321,7 @@ class _Applied:
         with losses_stopped():
             try:
                 jaxpr, arrays, rebuild = as_program(function, args, kwargs)
-            except ValueError as error:
+            except ChangesArgument as error:
                 raise PlanError(f"cannot apply a plan to {getattr(function, '__name__', 'this')}: {error}") from error
         results = self.run(jaxpr, arrays)
         self.check()
@@ -362,6 +370,7 @@ def _block(block: BlockPlan, flat: Flat) -> Block | BareBlock:
 
 
 def _from_json(data: Mapping[str, Any]) -> Plan:
+    data = {"unrolled": (), **data}  # plans had no loops written out at first
     fields = {each.name for each in dataclasses.fields(Plan)}
     unknown = set(data) - fields - {"format"}
     if unknown:

@@ -27,6 +27,8 @@ _TAIL = '''
 BLOCKS = {blocks}
 """Of each kind of block: its sites (scans around it, stretch of operations), how often scans run each, its fingerprint,
 that of its derivative, and what is kept in it (the number of an operation in the derivative, and of its result)."""
+COMPILER_OPTIONS = {options}
+"""What the step has to be jitted with."""
 UNROLLED = {unrolled}
 """The loops that are written out, by the number of their operation; sites are those in what comes of it."""
 
@@ -80,12 +82,21 @@ def to_python(plan: Plan) -> str:
         jax=plan.versions.get("jax", "?"),
         decisions=_decisions(plan),
     )
-    tail = _TAIL.format(blocks=pprint.pformat(blocks, width=110, sort_dicts=False), unrolled=plan.unrolled)
+    tail = _TAIL.format(
+        blocks=pprint.pformat(blocks, width=110, sort_dicts=False),
+        options=dict(plan.compiler_options),
+        unrolled=plan.unrolled,
+    )
     return head + "".join(imports) + "\n" + "\n\n\n".join(bodies) + "\n" + tail
 
 
 def to_maxtext(plan: Plan) -> str | None:
-    """The lines of MaxText's custom policy, where all that the plan keeps are tensors that MaxText names; else None."""
+    """The lines of MaxText's custom policy, where all that the plan keeps are tensors that MaxText names; else None.
+
+    None as well where a block is not checkpointed, which a custom policy cannot say.
+    """
+    if not all(each.checkpointed for each in plan.blocks):
+        return None
     known = {each.name for each in names.VOCABULARY}
     decided: dict[str, str] = {}
     for each in plan.blocks:
@@ -122,9 +133,11 @@ def _place_of_import(line: str) -> tuple[bool, bool, str]:
 
 
 def _decisions(plan: Plan) -> str:
-    lines = []
+    told = "Give jax.jit(step, compiler_options=COMPILER_OPTIONS): it is XLA's own pass that saves the memory."
+    lines = [told, ""] if plan.compiler_options else []
     for each in plan.blocks:
         lines.append(f"{each.module}, {len(each.sites) * each.repeats} of them:")
         lines += [f"  {kept.how} {kept.name} {kept.shape} of {kept.module or 'the block'}" for kept in each.kept]
-        lines += ["  keep nothing, compute all again"] * (not each.kept)
+        nothing = "keep nothing, compute all again" if each.checkpointed else "are not checkpointed"
+        lines += [f"  {nothing}"] * (not each.kept)
     return "\n".join(lines)

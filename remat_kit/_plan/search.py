@@ -16,6 +16,7 @@ from remat_kit._plan.named import NamedBlock, applicable, solution_of
 from remat_kit._plan.own_pass import options_under
 from remat_kit._plan.solve import Solution, evaluate, frontier
 from remat_kit._plan.survey import Survey, survey, trace_with
+from remat_kit._plan.unroll import MOST_OPERATIONS
 from remat_kit._policy import POLICIES, Policy
 from remat_kit._step import Step
 from remat_kit._target import Target
@@ -126,6 +127,13 @@ class Planner:
         Each block of theirs is decided on by itself there.
         """
         return self._unrolled
+
+    @property
+    def why_not_unrolled(self) -> str:
+        """Why there are no loops to write out, as the end of a sentence."""
+        if any(len(site.scans) == 1 for site in self.found.sites):
+            return f"the step would be more than {MOST_OPERATIONS:,} operations"
+        return "there is none with blocks in its body that is in no other loop"
 
     @property
     def kinds(self) -> tuple[str, ...]:

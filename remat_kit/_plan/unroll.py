@@ -17,7 +17,7 @@ from jax.extend import core
 from remat_kit._plan.flat import Flat, Literal, Op, bind
 from remat_kit._plan.layout import NoSuchSite, Site, counts_of, flat_of
 
-_MOST_OPERATIONS = 50_000
+MOST_OPERATIONS = 50_000
 """Of a program with its loops written out: XLA takes minutes for as many."""
 
 
@@ -29,7 +29,7 @@ def loops_over_blocks(jaxpr: Any, sites: Sequence[Site]) -> tuple[int, ...]:
     flat = flat_of(jaxpr)
     found = {site.scans[0] for site in sites if site.scans} - {site.scans[0] for site in sites if len(site.scans) > 1}
     more = sum(flat.ops[number].eqn.params["length"] * len(_body(flat.ops[number]).ops) for number in found)
-    return tuple(sorted(found)) if len(flat.ops) + more <= _MOST_OPERATIONS else ()
+    return tuple(sorted(found)) if len(flat.ops) + more <= MOST_OPERATIONS else ()
 
 
 def unrolled(jaxpr: Any, loops: Sequence[int]) -> Any:

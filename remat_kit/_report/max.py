@@ -49,12 +49,6 @@ def _value(each: Largest) -> str:
     return f"{each.value}" if each.kind in _DONE else f">={each.value}"
 
 
-def _rate(each: Largest, fastest: float) -> str:
-    if not each.throughput:
-        return f"{UNKNOWN}  "
-    return f"{each.throughput:,.0f}{' <' if each.throughput == fastest else '  '}"
-
-
 def _need(each: Largest) -> str:
     if each.record is None or each.record.need_bytes is None:
         return UNKNOWN

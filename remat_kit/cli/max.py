@@ -63,7 +63,7 @@ def command(
 
     Values are traced first, which tells how the bytes grow, and then compiled, at most 6 for each policy: an answer is
     proved by a compile of it, which fits, and of the next value, which does not. Exits with 0 when there are answers, 1
-    when a policy failed, 2 when the input is wrong, 3 when nothing fits.
+    when a policy failed, 2 when the input is wrong, 3 when nothing was found to fit.
     """
     _output.check(json_file, force)
     if jobs < 1 or not 0 < timeout <= _input.LONGEST_S:
@@ -125,5 +125,5 @@ def command(
     if any(each.kind == "failed" for each in found):
         _output.show("failed rows are kept; run the same command with --retry-failed to try them again\n", json_file)
         raise typer.Exit(1)
-    if all(each.kind == "nothing fits" for each in found):
+    if all(each.value is None for each in found):
         raise typer.Exit(NOTHING_FITS)
