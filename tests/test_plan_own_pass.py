@@ -8,6 +8,7 @@ from hlo_samples import skip_without_plugin
 
 from models import transformer
 from remat_kit import POLICIES, CompileOptions, Plan, get_target
+from remat_kit._plan import make
 from remat_kit._plan.make import plan_with
 from remat_kit._plan.own_pass import LIMIT_OPTION, options_under
 from remat_kit._plan.search import XLA_AUTO, Candidate, Planner
@@ -95,3 +96,18 @@ def test_it_is_tried_where_no_checkpoint_is_over_the_budget_and_taken_where_it_i
     assert "compiler options" in render(taken)
     # A plan without a budget has nothing to tell it.
     assert XLA_AUTO not in {each.name for each in plan_with(planner, None).tried}
+
+
+def test_the_last_compile_is_that_of_a_faster_named_policy(planner, monkeypatch):
+    again = planner.all_again()
+    search = make._Search(planner, int(none_of(planner).need_bytes * 0.8))
+    search._add(again)
+    monkeypatch.setattr(make, "MOST_COMPILES", 2)
+    search._own_pass()
+    assert [each.name for each in search.tried] == [again.name, XLA_AUTO]
+    search.tried.pop()
+    at_once = dataclasses.replace(again.compiled.prediction, seconds=0.0)
+    compiled = dataclasses.replace(again.compiled, prediction=at_once)
+    search.best_policy = dataclasses.replace(again, compiled=compiled, is_policy=True)
+    search._own_pass()
+    assert [each.name for each in search.tried] == [again.name]

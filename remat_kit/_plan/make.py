@@ -153,9 +153,12 @@ class _Search:
                 return
 
     def _own_pass(self) -> None:
-        """XLA's own pass, where a step without checkpoints is over the budget and a compile is left."""
+        """XLA's own pass, where a step without checkpoints is over the budget and a compile is left.
+
+        One is left for the decisions of a named policy that is faster so far.
+        """
         none = self.planner.model_of(POLICIES["none"])
-        if self._left() and self.planner.needs().need_bytes(none) > self.limit:
+        if self._left() > self._is_behind() and self.planner.needs().need_bytes(none) > self.limit:
             candidate = self.planner.xla_auto(self.limit)
             if candidate is not None:
                 self._add(candidate)
