@@ -5,8 +5,8 @@
 Their models 22B, 175B, 530B and 1T on eight A100-80GB with 8-way tensor parallelism, of which no more than the layer
 counts of DEPTHS are compiled: the difference of the two isolates a layer.
 
-  memory: bytes that a layer keeps on one device, those alive when backward begins; in percent of the tensor-parallel
-    baseline, beside the published percentages.
+  memory: bytes that a layer keeps from forward to backward on one device, the most that are alive at once; in percent
+    of the tensor-parallel baseline, beside the published percentages.
   time: predicted forward and backward of a layer of the 22B model, without the optimizer, and the overhead of each
     technique, beside the published overheads, which were measured.
 
@@ -119,12 +119,13 @@ def measure(size: str, variant: str, layers: int, dropout: float) -> dict[str, A
     compiled = compile_step(traced, CompileOptions(xla_options=(OVERLAP,)))
     program = read_program(compiled.hlo_proto, categories_of_arguments(traced))
     line = Line(program.anatomy)
-    backward = int(line.in_phase(frozenset({BACKWARD, RECOMPUTE}), blocks_only=True).argmax())
+    peak = int(line.bytes[line.categories.index("saved activations")].argmax())
+    backward = int(line.in_phase(frozenset({BACKWARD, RECOMPUTE})).argmax())
     holders: dict[str, int] = {}
     for buffer, known in zip(program.anatomy.buffers, program.anatomy.attributions, strict=True):
         # What is gathered in forward counts too, should the compiler keep that for backward.
-        is_kept = known.category == "saved activations" or (known.category, known.phase) == GATHERED
-        if is_kept and buffer.born < backward < buffer.dies:
+        is_gathered = (known.category, known.phase) == GATHERED and buffer.born < backward < buffer.dies
+        if (known.category == "saved activations" or is_gathered) and buffer.born <= peak < buffer.dies:
             key = f"{known.module} {known.shape}"
             holders[key] = holders.get(key, 0) + buffer.bytes
     prediction = predict(program.module, target.chip)
