@@ -370,7 +370,6 @@ def _block(block: BlockPlan, flat: Flat) -> Block | BareBlock:
 
 
 def _from_json(data: Mapping[str, Any]) -> Plan:
-    data = {"unrolled": (), **data}  # plans had no loops written out at first
     fields = {each.name for each in dataclasses.fields(Plan)}
     unknown = set(data) - fields - {"format"}
     if unknown:
