@@ -157,13 +157,13 @@ def rewritten(
 
     def run(*args: Any, **kwargs: Any) -> Any:
         found: list[Layout] = []
-        programs: set[str] = set()
+        seen: list[Any] = []
 
         def rewrite(jaxpr: Any, arguments: Sequence[Any]) -> Sequence[Any]:
             # JAX traces the body of a loop again when it finds another type of what is carried.
-            programs.add(flat_of(jaxpr).fingerprint())
-            if len(programs) > 1:
+            if seen and flat_of(seen[0]).fingerprint() != flat_of(jaxpr).fingerprint():
                 raise _not_one("several functions")
+            seen.append(jaxpr)
             program, sites = place(jaxpr)
             layout = lay_out(program, sites)
             found[:] = [layout]

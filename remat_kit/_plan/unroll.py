@@ -26,6 +26,8 @@ def loops_over_blocks(jaxpr: Any, sites: Sequence[Site]) -> tuple[int, ...]:
 
     They are in no other loop, and blocks are in their bodies, in no loop of these. None when the program got too long.
     """
+    if not any(site.scans for site in sites):
+        return ()
     flat = flat_of(jaxpr)
     found = {site.scans[0] for site in sites if site.scans} - {site.scans[0] for site in sites if len(site.scans) > 1}
     more = sum(flat.ops[number].eqn.params["length"] * len(_body(flat.ops[number]).ops) for number in found)
