@@ -3,7 +3,7 @@
     python experiments/plan_speed.py [--depths 12,96] [--results FILE]
 
   solve: a block of about a thousand operations (six layers of GPT-2 small as one block), solved under several limits on
-    bytes to within GAP of the optimum, as plans are; seconds of each, the longest counts.
+    bytes to within the gap to the optimum that plans are allowed; seconds of each, the longest counts.
   growth: a step of unrolled GPT-2 small at several depths, each in a fresh process, after a model of two layers to warm
     up. JAX's own trace of the step, which any use of the model pays, and beside it what a plan adds: blocks found and
     made explicit, graphs, solutions of each kind, and the choice among them for every layer under a budget half way.
@@ -26,7 +26,6 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments/results/plan_speed.json"
 TARGET = "h100-sxm-80gb"
 SOLVE_LIMIT_S = 1.0
-GAP = 1e-3
 GROWTH_LIMIT = 2.0
 SHARES = (0.0, 0.1, 0.2, 0.35, 0.5, 0.75)
 
@@ -49,7 +48,7 @@ def timed(function: Callable[[], Any]) -> tuple[Any, float]:
 
 def solves() -> dict[str, Any]:
     """The times of exact optima of a block of about a thousand operations."""
-    from remat_kit._plan.solve import Limits, evaluate, optimum
+    from remat_kit._plan.solve import GAP, Limits, evaluate, optimum
 
     _, planner = planner_of("none", 6, where="Transformer")
     (kind,) = planner().found.kinds.values()
