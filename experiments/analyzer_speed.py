@@ -114,7 +114,7 @@ def measure(file: pathlib.Path) -> dict[str, Any]:
     Memory is the highest resident size so far, above that before the first stage: it holds the results of all stages
     before it.
     """
-    from remat_kit._hlo.module import without_collection
+    from remat_kit._collector import without_collection
 
     timed = stages()
     done: dict[str, Any] = {"data": file.read_bytes()}

@@ -6,7 +6,7 @@ differs: it counts a scan body once and adds one FLOP for each elementwise opera
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,17 +106,23 @@ def bodies(eqn: Eqn) -> list[tuple[core.Jaxpr, int]]:
         return [(_open(params["jaxpr"]), shards)]
     if name in ("reduce", "reduce_window", "select_and_scatter_add", "scatter", "scatter-add", "sort", "custom_root"):
         return []  # their jaxprs are scalar combiners
-    return [(found, 1) for value in params.values() for found in _jaxprs_in(value)]
+    return [(found, 1) for found in _jaxprs_in(params.values())]
 
 
-def _jaxprs_in(value: Any) -> Iterator[core.Jaxpr]:
-    if isinstance(value, core.Jaxpr):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _jaxprs_in(item)
-    elif hasattr(value, "jaxpr"):
-        yield _open(value)  # a closed jaxpr, or a traced function as remat3 holds it
+_PLAIN = frozenset({int, bool, str, float, type(None)})
+"""Types of most parameters, which are passed over at once: programs have many equations, and few of them bodies."""
+
+
+def _jaxprs_in(values: Iterable[Any]) -> Iterator[core.Jaxpr]:
+    for value in values:
+        if type(value) in _PLAIN:
+            continue
+        if isinstance(value, tuple | list):
+            yield from _jaxprs_in(value)
+        elif isinstance(value, core.Jaxpr):
+            yield value
+        elif hasattr(value, "jaxpr"):
+            yield _open(value)  # a closed jaxpr, or a traced function as remat3 holds it
 
 
 def _open(jaxpr: Jaxpr) -> core.Jaxpr:
@@ -216,15 +222,20 @@ def lowest_precision(jaxpr: Jaxpr) -> str:
     A value that is cast for another reason says nothing of how exact the gradients are. In a program without matmuls,
     among all values.
     """
-    operands, values = set(), set()
+    operands: set[Any] = set()
+    values: set[Any] = set()
     for equation in walk(jaxpr):
-        for var in (*equation.eqn.invars, *equation.eqn.outvars):
-            dtype = getattr(var.aval, "dtype", None)
-            if dtype is not None and jnp.issubdtype(dtype, jnp.floating):
-                values.add(jnp.dtype(dtype))
-                if num_matmuls(equation.eqn):
-                    operands.add(jnp.dtype(dtype))
-    return least_precise(*sorted(dtype.name for dtype in operands or values))
+        found = {getattr(var.aval, "dtype", None) for var in (*equation.eqn.invars, *equation.eqn.outvars)}
+        values |= found
+        if num_matmuls(equation.eqn):
+            operands |= found
+
+    def floating(dtypes: set[Any]) -> list[str]:
+        return sorted(
+            jnp.dtype(each).name for each in dtypes if each is not None and jnp.issubdtype(each, jnp.floating)
+        )
+
+    return least_precise(*(floating(operands) or floating(values)))
 
 
 def nbytes(var: Any) -> int:

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from remat_kit._collector import without_collection
 from remat_kit._explain import categories_at_peak, explain
 from remat_kit._explanation import UNKNOWN, Explanation
 from remat_kit._hlo.anatomy import Anatomy, anatomy
 from remat_kit._hlo.collectives import collectives, recompute_beside
 from remat_kit._hlo.heap import Heap, replay
-from remat_kit._hlo.module import Module, without_collection
+from remat_kit._hlo.module import Module
 from remat_kit._hlo.proto import parse
 from remat_kit._hlo.roofline import Prediction, predict
 from remat_kit._modules import choose, find_modules, read

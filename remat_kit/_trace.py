@@ -21,6 +21,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
+from remat_kit._collector import without_collection
 from remat_kit._errors import RematKitError, TargetError
 from remat_kit._explanation import Checkpoint
 from remat_kit._jaxpr import (
@@ -76,6 +77,7 @@ class TracedStep:
     checkpoints: tuple[Checkpoint, ...] = ()
 
 
+@without_collection()
 def trace(step: Step, target: Target, policy: Policy | None = None) -> TracedStep:
     """The step as a jaxpr for `target`, with what is counted on it. Nothing is allocated.
 

@@ -24,6 +24,7 @@ ORDER = (
     "_phase",
     "_errors",
     "_units",
+    "_collector",
     "_layering",
     "_policy",
     "_lower",

@@ -5,13 +5,12 @@ afterwards everything common is a plain attribute. What only few instructions ha
 replica groups) is read from the message when asked.
 """
 
-import contextlib
-import gc
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from remat_kit._collector import without_collection
 from remat_kit._errors import RematKitError
 from remat_kit._hlo.frames import Frame, Frames
 from remat_kit._phase import phase_of
@@ -322,18 +321,6 @@ class Module:
         num_devices = max(1, devices.replica_count) * max(1, devices.computation_count)
         frames = Frames.from_proto(source.stack_frame_index)
         return Module(source.name, computations, by_name, entry, instructions, aliases, frames, num_devices)
-
-
-@contextlib.contextmanager
-def without_collection() -> Iterator[None]:
-    """Python's garbage collector rests: it would go through a growing graph again and again and find nothing."""
-    before = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if before:
-            gc.enable()
 
 
 def _computation(

@@ -4,6 +4,7 @@ This file, `block.py` and `layout.py` import JAX and NumPy alone, so that `Plan.
 """
 
 import dataclasses
+import functools
 import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from jax.extend import core
 CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 REMATS = frozenset({"checkpoint", "remat", "remat2", "RematTraced"})
 _TAGS = frozenset({"name", "CheckpointName"})
+_PLAIN = frozenset({int, bool, type(None)})
 _DEBUG_INFO = core.DebugInfo("a block of a plan", "remat-kit", None, None)
 """What JAX writes down of a jaxpr that is put together here: nothing, names and lines are in its equations."""
 
@@ -270,20 +272,25 @@ def is_static_slice(op: Op) -> bool:
 
 def text_of_params(params: Mapping[str, Any]) -> str:
     """Parameters of an equation as text that is the same in every process."""
-    return ", ".join(f"{name}={_text_of_value(value)}" for name, value in sorted(params.items()))
+    return ", ".join(f"{name}={text_of_value(value)}" for name, value in sorted(params.items()))
 
 
-def _text_of_value(value: Any) -> str:
+def text_of_value(value: Any) -> str:
+    if type(value) in _PLAIN:
+        return str(value)
     if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
         return Flat(value, open_remats=False).fingerprint()
     if hasattr(value, "mesh") and hasattr(value, "spec"):
         return "None" if _is_automatic(value) else f"{value.spec} on {dict(value.mesh.shape)}"
     if isinstance(value, tuple | list):
-        return f"({', '.join(map(_text_of_value, value))})"
+        return f"({', '.join(map(text_of_value, value))})"
     if isinstance(value, Mapping):
         return text_of_params({str(key): each for key, each in value.items()})
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         small = getattr(value, "size", 2) == 1 and not isinstance(value, Tracer)
+        if small and hasattr(value, "tobytes"):
+            weak = getattr(value, "weak_type", False)
+            return _text_of_number(_Number(type(value), value.dtype, value.shape, weak, value.tobytes(), value))
         return f"{value!r}" if small else f"{value.dtype}{list(value.shape)}"
     if callable(value) and not isinstance(value, type):
         return getattr(value, "__name__", type(value).__name__)
@@ -298,8 +305,8 @@ def _is_automatic(sharding: Any) -> bool:
 
 def _text_of_operand(value: Any, with_numbers: bool) -> str:
     if is_whole(value):
-        return "number" if not with_numbers else str(value) if np.ndim(value) == 0 else _text_of_value(value)
-    return _text_of_value(value)
+        return "number" if not with_numbers else str(value) if np.ndim(value) == 0 else text_of_value(value)
+    return text_of_value(value)
 
 
 def is_whole(value: Any) -> bool:
@@ -308,4 +315,26 @@ def is_whole(value: Any) -> bool:
 
 
 def _text_of_aval(aval: Any) -> str:
-    return f"{getattr(aval, 'dtype', type(aval).__name__)}{list(getattr(aval, 'shape', ()))}"
+    return _text_of_type(getattr(aval, "dtype", type(aval).__name__), getattr(aval, "shape", ()))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Number:
+    """A constant of one element; equal ones are written alike."""
+
+    kind: type
+    dtype: Any
+    shape: tuple[int, ...]
+    weak: bool
+    data: bytes
+    value: Any = dataclasses.field(compare=False)
+
+
+@functools.lru_cache(maxsize=4096)
+def _text_of_number(number: _Number) -> str:
+    return repr(number.value)
+
+
+@functools.lru_cache(maxsize=4096)
+def _text_of_type(dtype: Any, shape: tuple[Any, ...]) -> str:
+    return f"{dtype}{list(shape)}"
