@@ -49,6 +49,8 @@ class TransformerConfig:
       platform: "cpu" or "cuda": which kernel fused attention is ("xla" or "cudnn").
       sequence_parallel: on a mesh with the axis tensor, cut the activations between the tensor-parallel products along
         the sequence.
+      flat_masks: dropout's masks are drawn with their last two axes as one: the same masks, but XLA makes them in one
+        kernel where backward makes them again.
     """
 
     style: str
@@ -72,6 +74,7 @@ class TransformerConfig:
     optimizer: str = "adamw"
     platform: str = "cpu"
     sequence_parallel: bool = False
+    flat_masks: bool = False
 
     def __post_init__(self) -> None:
         check_word("style", self.style, STYLES)
@@ -87,8 +90,9 @@ class TransformerConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
                 raise ConfigError(f"{name} is {value!r}. It must be at least 0 and below 1: give 0 to switch it off.")
-        if not isinstance(self.sequence_parallel, bool):
-            raise ConfigError(f"sequence_parallel is {self.sequence_parallel!r}. Give true or false.")
+        for name in ("sequence_parallel", "flat_masks"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}. Give true or false.")
         self._check_heads()
         if self.attention == "fused":
             self._check_fused()

@@ -64,14 +64,17 @@ def at_least_float32(dtype: jax.typing.DTypeLike) -> jnp.dtype:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def dropout(x: jax.Array, rate: float, key: jax.Array) -> jax.Array:
+def dropout(x: jax.Array, rate: float, key: jax.Array, flat: bool = False) -> jax.Array:
     """`x` with a share `rate` of its elements set to 0 and the others divided by `1 - rate`, of the same shape.
 
-    Backward needs the mask only, one byte an element. The identity, with nothing traced, when `rate` is 0.
+    Backward needs the mask only, one byte an element. The identity, with nothing traced, when `rate` is 0. With `flat`
+    the mask is drawn with its last two axes as one. It is the same mask, but one that XLA's layout assignment cannot
+    transpose half way through the random bits, which then take a kernel and not ten.
     """
     if rate == 0:
         return x
-    keep = jax.random.bernoulli(key, 1 - rate, x.shape)
+    shape = (*x.shape[:-2], x.shape[-2] * x.shape[-1]) if flat else x.shape
+    keep = jax.random.bernoulli(key, 1 - rate, shape).reshape(x.shape)
     return jnp.where(keep, x / (1 - rate), jnp.zeros((), x.dtype))
 
 
@@ -216,7 +219,7 @@ class Attention(nnx.Module):
         if config.style == "llama":
             q_BTHC = rotary(q_BTHC, config.rotary_base)
             k_BTKC = rotary(k_BTKC, config.rotary_base)
-        drop = partial(dropout, rate=config.attention_dropout, key=key)
+        drop = partial(dropout, rate=config.attention_dropout, key=key, flat=config.flat_masks)
         context_BTHC = attend(q_BTHC, k_BTKC, v_BTKC, config, drop)
         out_BTD = residual(self.out(context_BTHC.reshape(B, T, config.width)), config)
         return checkpoint_name(out_BTD, names.OUT)
@@ -279,9 +282,9 @@ class Block(nnx.Module):
         x_BTD = checkpoint_name(residual(x_BTD, self.config), names.BLOCK_INPUT)
         normal_BTD = checkpoint_name(residual(self.attention_norm(x_BTD), self.config), names.ATTENTION_NORM)
         out_BTD = self.attention(normal_BTD, fold_in_if(self.config.attention_dropout, key, 0))
-        x_BTD = x_BTD + dropout(out_BTD, rate, fold_in_if(rate, key, 1))
+        x_BTD = x_BTD + dropout(out_BTD, rate, fold_in_if(rate, key, 1), self.config.flat_masks)
         normal_BTD = checkpoint_name(residual(self.mlp_norm(x_BTD), self.config), names.MLP_NORM)
-        return x_BTD + dropout(self.mlp(normal_BTD), rate, fold_in_if(rate, key, 2))
+        return x_BTD + dropout(self.mlp(normal_BTD), rate, fold_in_if(rate, key, 2), self.config.flat_masks)
 
 
 def fold_in_if(rate: float, key: jax.Array, number: int) -> jax.Array:

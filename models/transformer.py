@@ -72,7 +72,8 @@ class Transformer(nnx.Module):
                 x_BTD = x_BTD + use(self.positions[...], self.positions.dtype, "sequence", "embed")
             x_BTD = residual(x_BTD.astype(self.config.compute_dtype), self.config)
             # The blocks fold in 0 to layers - 1.
-            return dropout(x_BTD, self.config.dropout, fold_in_if(self.config.dropout, key, self.config.layers))
+            key = fold_in_if(self.config.dropout, key, self.config.layers)
+            return dropout(x_BTD, self.config.dropout, key, self.config.flat_masks)
 
 
 def stack_blocks(params: Params) -> Params:
@@ -120,6 +121,7 @@ def gpt(
     param_dtype: str = "float32",
     optimizer: str = "adamw",
     sequence_parallel: bool = False,
+    flat_masks: bool = False,
     platform: str = "cpu",
 ) -> Step:
     """The training step of a GPT-2-like model, `fn(state, batch, key) -> (state, loss)`.
@@ -149,6 +151,7 @@ def gpt(
         param_dtype=param_dtype,
         optimizer=optimizer,
         sequence_parallel=sequence_parallel,
+        flat_masks=flat_masks,
         platform=platform,
     )
     return build(config, policy)
@@ -175,6 +178,7 @@ def llama(
     param_dtype: str = "float32",
     optimizer: str = "adamw",
     sequence_parallel: bool = False,
+    flat_masks: bool = False,
     platform: str = "cpu",
 ) -> Step:
     """The training step of a Llama-like model, `fn(state, batch, key) -> (state, loss)`.
@@ -205,6 +209,7 @@ def llama(
         param_dtype=param_dtype,
         optimizer=optimizer,
         sequence_parallel=sequence_parallel,
+        flat_masks=flat_masks,
         platform=platform,
     )
     return build(config, policy)

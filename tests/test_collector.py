@@ -9,14 +9,19 @@ from remat_kit import Step, get_target, trace
 from remat_kit._collector import without_collection
 
 
+@without_collection()
+def fail() -> None:
+    assert not gc.isenabled()
+    raise KeyError
+
+
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_collector_is_as_it_was_also_after_an_error(enabled):
     before = gc.isenabled()
     (gc.enable if enabled else gc.disable)()
     try:
-        with pytest.raises(KeyError), without_collection():
-            assert not gc.isenabled()
-            raise KeyError
+        with pytest.raises(KeyError):
+            fail()
         assert gc.isenabled() is enabled
     finally:
         (gc.enable if before else gc.disable)()

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from experiments import korthikanti
+from models.config import SIZES
 
 ROWS = json.loads(korthikanti.RESULTS.read_text())
 
@@ -41,13 +42,32 @@ def test_a_layer_keeps_what_the_formula_without_masks_says(size, variant):
     assert kept == pytest.approx(korthikanti.published_bytes(variant, sbh, scores, masks=False), rel=1e-3)
 
 
-def test_the_terms_of_an_overhead_are_all_of_it():
-    for dropout in (0.0, korthikanti.DROPOUT):
-        base = korthikanti.a_layer(ROWS, korthikanti.TIMED, "none", dropout)
-        for variant, found in korthikanti.overheads(ROWS, dropout).items():
-            own = korthikanti.a_layer(ROWS, korthikanti.TIMED, variant, dropout)
-            assert found.total - found.last == pytest.approx(100 * (own["seconds"] / base["seconds"] - 1))
-            assert (found.last > 0) == (variant == "full")
+@pytest.mark.parametrize("setting", korthikanti.SETTINGS)
+def test_the_terms_of_an_overhead_are_all_of_it(setting):
+    base = korthikanti.a_layer(ROWS, korthikanti.TIMED, "none", setting)
+    for variant, found in korthikanti.overheads(ROWS, setting).items():
+        own = korthikanti.a_layer(ROWS, korthikanti.TIMED, variant, setting)
+        assert found.total - found.last == pytest.approx(100 * (own["seconds"] / base["seconds"] - 1))
+        assert found.last == pytest.approx(100 * base[korthikanti.LAST[variant]] / base["seconds"])
+        assert found.last > 0
+
+
+@pytest.mark.parametrize("variant", korthikanti.PUBLISHED_OVERHEAD)
+def test_the_time_of_each_technique_is_within_six_points_of_the_published_one(variant):
+    found = korthikanti.overheads(ROWS)[variant]
+    assert abs(found.total - korthikanti.PUBLISHED_OVERHEAD[variant]) <= korthikanti.TIME_POINTS
+
+
+@pytest.mark.parametrize("setting", korthikanti.SETTINGS)
+def test_the_last_product_is_not_run_again(setting):
+    sbh, scores = korthikanti.dimensions(korthikanti.TIMED)
+    width, heads = (SIZES["gpt"][korthikanti.TIMED][name] for name in ("width", "heads"))
+    attention = 2 * sbh * scores * width / heads  # that of scores, or that of context
+    mlp = 2 * sbh * 4 * width
+    forward = 4 * 2 * sbh * width + 2 * attention + 2 * mlp
+    again = {"full": forward - mlp, "tensor + selective": attention, "tensor + sequence + selective": attention}
+    for variant, flops in again.items():
+        assert korthikanti.a_layer(ROWS, korthikanti.TIMED, variant, setting)["recompute_flops"] == flops
 
 
 def test_the_table_is_that_of_the_rows():

@@ -189,6 +189,8 @@ def test_a_sequence_that_is_not_cut_need_not_divide() -> None:
 def test_sequence_parallel_is_yes_or_no() -> None:
     with pytest.raises(ConfigError, match=r"sequence_parallel is 'yes'\. Give true or false"):
         configure(**GPT, sequence_parallel="yes")
+    with pytest.raises(ConfigError, match=r"flat_masks is 1\. Give true or false"):
+        configure(**GPT, flat_masks=1)
 
 
 def test_the_refusal_reaches_who_traces() -> None:
