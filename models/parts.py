@@ -67,14 +67,11 @@ def at_least_float32(dtype: jax.typing.DTypeLike) -> jnp.dtype:
 def dropout(x: jax.Array, rate: float, key: jax.Array, flat: bool = False) -> jax.Array:
     """`x` with a share `rate` of its elements set to 0 and the others divided by `1 - rate`, of the same shape.
 
-    Backward needs the mask only, one byte an element. The identity, with nothing traced, when `rate` is 0. With `flat`
-    the mask is drawn with its last two axes as one. It is the same mask, but one that XLA's layout assignment cannot
-    transpose half way through the random bits, which then take a kernel and not ten.
+    Backward needs the mask only (`draw_mask`), one byte an element. Nothing is traced when `rate` is 0.
     """
     if rate == 0:
         return x
-    shape = (*x.shape[:-2], x.shape[-2] * x.shape[-1]) if flat else x.shape
-    keep = jax.random.bernoulli(key, 1 - rate, shape).reshape(x.shape)
+    keep = draw_mask(key, 1 - rate, x.shape, flat)
     return jnp.where(keep, x / (1 - rate), jnp.zeros((), x.dtype))
 
 
@@ -334,3 +331,13 @@ def run_blocks(
     layers = [(np.uint32(number), block) for number, block in enumerate(blocks)]
     x_BTD, beside = unroll_stack(over, lambda x_BTD, layer: call(layer[1], x_BTD, layer[0]), x_BTD, layers)
     return x_BTD, jax.tree.map(lambda *leaves: jnp.stack(leaves), *beside)
+
+
+def draw_mask(key: jax.Array, share: float, shape: tuple[int, ...], flat: bool) -> jax.Array:
+    """Booleans of a shape, `share` of them true.
+
+    With `flat` they are drawn with their last two axes as one: the same booleans, but XLA's layout assignment cannot
+    transpose half way through their random bits, which then take one kernel and not ten where they are made again.
+    """
+    drawn = (*shape[:-2], shape[-2] * shape[-1]) if flat else shape
+    return jax.random.bernoulli(key, share, drawn).reshape(shape)

@@ -5,6 +5,7 @@ process that starts a sweep's cells need neither JAX nor Flax, which take a seco
 """
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -128,6 +129,12 @@ _HOME = {
 
 
 __all__ = ["names", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+if not os.path.exists("/dev/nvidiactl"):
+    # Without a GPU the plugin's own check of NVIDIA's libraries fails when JAX starts: JAX prints a traceback and drops
+    # the plugin, and then nothing can be compiled for a GPU that is not there.
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 
 def __getattr__(name: str) -> Any:

@@ -114,9 +114,6 @@ def device_mesh(target: Target) -> Mesh:
     Raises TargetError when there are too few devices, or no CUDA plugin to compile with.
     """
     names, sizes = (tuple(axis) for axis in zip(*target.mesh, strict=True))
-    if not pathlib.Path("/dev/nvidiactl").exists():
-        # Without a GPU the plugin's own check of NVIDIA's libraries fails: JAX would print a traceback and drop it.
-        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     if target.attached:
         try:
             devices = jax.devices(target.chip.platform)
@@ -144,7 +141,7 @@ def device_mesh(target: Target) -> Mesh:
         raise TargetError(
             f"cannot compile for {target.name!r} here: {_first_line(error)}. Compiling for a GPU that is not there "
             "needs JAX's CUDA plugin (Linux, x86-64): pip install 'remat-kit[compile]'. If it is installed, JAX had "
-            "started before and dropped it for want of a GPU: set JAX_PLATFORMS=cpu. "
+            "started before and dropped it for want of a GPU: import remat_kit first, or set JAX_PLATFORMS=cpu. "
             "Without it, use --target cpu: matmuls and saved bytes stay true, XLA's memory figures are the CPU's."
         ) from error
     return topologies.make_mesh(topology, sizes, names)

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 from planned import LOSSES, X, jit, plan_of
 
-from remat_kit import auto_remat, get_target
+from remat_kit import Step, auto_remat, get_target, plan
 from remat_kit._errors import PlanError, TargetError
 from remat_kit._jaxpr import count_work
 from remat_kit._plan import auto
@@ -67,6 +67,15 @@ def test_a_loss_is_planned_in_the_trace_of_a_caller(name, no_compiles):
     assert is_planned(caller(loss), W, x)
     assert_close(jit(caller(loss))(W, x), jit(caller(LOSS))(W, x))
     assert len(loss.plans) == 1
+
+
+def test_a_plan_that_does_not_fit_is_said_and_applied():
+    loss = auto_remat(LOSS, CPU, "1KiB")
+    with pytest.warns(UserWarning, match=r"no plan fits: the budget on cpu is 1\.00 KiB, and the smallest need .* is "):
+        got = jax.jit(jax.grad(loss))(W, X)
+    (plan,) = loss.plans.values()
+    assert not plan.fits
+    assert_close(got, jax.grad(LOSS)(W, X))
 
 
 def test_what_is_compiled_in_the_trace_of_a_caller():
@@ -219,3 +228,12 @@ def test_other_shapes_make_another_plan(no_compiles):
 def test_an_array_by_keyword(no_compiles):
     loss = auto_remat(LOSS, CPU)
     assert is_planned(lambda w, x: jax.grad(loss)(w, x=x), W, X)
+
+
+def test_plan_takes_a_target_by_name_and_no_function():
+    step = Step(jax.grad(LOSS), (W, X))
+    assert plan(step, "cpu").target == plan(step, CPU).target == "cpu"
+    with pytest.raises(PlanError, match=r"plan was given <function .*, a function\. Give a remat_kit\.Step"):
+        plan(LOSS, "cpu")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TargetError, match="h100"):
+        plan(step, "h100")

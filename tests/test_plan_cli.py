@@ -76,8 +76,12 @@ def test_a_pattern_that_fits_nothing_or_is_none(failing) -> None:
 def test_a_plan_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str], compiles: list[None]) -> None:
     files = ["--json", str(tmp_path / "plan.json"), "--python", str(tmp_path / "plan.py")]
     assert main(["plan", STACK, "layers=3", "--budget", "64MiB", *files]) == 0
-    out, _ = capsys.readouterr()
+    out, err = capsys.readouterr()
     plan = Plan.loads((tmp_path / "plan.json").read_text())
+    # Each program is said when it is compiled, beside the answer.
+    said = [line for line in err.splitlines() if line.startswith("compiled ")]
+    assert len(said) == len(compiles)
+    assert said[0].startswith("compiled all again: need ")
     assert plan.fits
     assert plan.options == {"layers": 3}
     assert plan.budget_bytes == 64 * 2**20

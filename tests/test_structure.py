@@ -175,8 +175,7 @@ def test_files_are_short(folder):
 def test_the_public_names_are_exported_one_by_one():
     tree = ast.parse((PACKAGE / "__init__.py").read_text())
     # They are imported when first used, so the list stands where type checkers alone read it.
-    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
-    assert ast.unparse(block.test) == "TYPE_CHECKING"
+    (block,) = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     public = []
     for node in block.body:
         assert isinstance(node, ast.ImportFrom), f"line {node.lineno}: only exports belong here"

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from remat_kit._plan.plan import Plan
 from remat_kit._step import Step
 from remat_kit._target import Target, get_target
 from remat_kit._trace import device_mesh, losses_rewritten
+from remat_kit._units import format_bytes
 
 _SETTINGS = (
     "jax_default_matmul_precision",
@@ -43,8 +45,8 @@ def auto_remat[F: Callable[..., Any]](
 
     It is a training step, or a loss; of a loss, the step that is planned is that of its gradient with respect to
     `argnums`, without an optimizer, whose memory the budget then has to leave out. A plan that does not fit is applied
-    all the same, being the one of the smallest need, and says so (`Plan.fits`). `where`, `unroll` and `options` are
-    those of `plan`.
+    all the same, being the one of the smallest need, and a warning says so (`Plan.fits`). `where`, `unroll` and
+    `options` are those of `plan`.
 
     The plan is made when the function is first called, under `jax.jit` when it is first traced, which takes a few
     compiles; all plans are in `.plans` of what is returned. Another one is made for arrays of other shapes or types,
@@ -70,6 +72,7 @@ def auto_remat[F: Callable[..., Any]](
                 found = next((each for each in known if _fits_blocks(each, call)), None)
                 if found is None:
                     plans[call.key] = _plan_for(function, call, there, budget, argnums, where, unroll, options)
+                    _warn_of(plans[call.key])
                     known.append(found := plans[call.key].apply(function))
             applied[call.key] = found
         return applied[call.key](*args, **kwargs)
@@ -154,6 +157,16 @@ def _differentiates(function: Callable[..., Any], args: tuple[Any, ...]) -> bool
             "arguments, or make a plan of the whole step with remat_kit.plan and apply that."
         )
     return bool(count[0])
+
+
+def _warn_of(made: Plan) -> None:
+    """Warns of a plan that does not fit."""
+    if not made.fits:
+        warnings.warn(
+            f"no plan fits: the budget on {made.target} is {format_bytes(made.budget_bytes or 0)}, and the smallest "
+            f"need that was reached is {format_bytes(made.need_bytes)}. The function runs under the plan of that need.",
+            stacklevel=3,
+        )
 
 
 def _fits_blocks(function: Callable[..., Any], call: _Call) -> bool:

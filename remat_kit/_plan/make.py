@@ -12,7 +12,7 @@ from remat_kit._plan.plan import Plan, Tried
 from remat_kit._plan.search import FACTORS, MOST_COMPILES, Candidate, Planner
 from remat_kit._policy import POLICIES
 from remat_kit._step import Step, Workload
-from remat_kit._target import Target
+from remat_kit._target import Target, get_target
 
 REUSED = ", of another budget"
 """At the end of the name of an answer that was compiled for another budget, with no compile of its own."""
@@ -24,7 +24,7 @@ _MOST_MARGIN = 0.005
 
 def plan(
     step: Step,
-    target: Target,
+    target: str | Target,
     budget: str | int | None = None,
     *,
     where: str | None = None,
@@ -41,10 +41,16 @@ def plan(
     as many times as long. A plan that does not fit is that of the smallest need that was reached (`Plan.fits`). At most
     `MOST_COMPILES` programs are compiled.
 
-    Raises PlanError for a budget that is none, RematKitError when there is nothing to plan.
+    Raises PlanError for a budget that is none and for what is no Step, RematKitError when there is nothing to plan.
     """
-    limit = parse_budget(budget, target)
-    return plan_with(Planner.of(step, target, options, where, offload, unroll), limit)
+    if not isinstance(step, Step):
+        raise PlanError(
+            f"plan was given {step!r}, a {type(step).__name__}. Give a remat_kit.Step(function, arguments), the whole "
+            "training step with what it is called with; auto_remat takes a function."
+        )
+    chosen = get_target(target) if isinstance(target, str) else target
+    limit = parse_budget(budget, chosen)
+    return plan_with(Planner.of(step, chosen, options, where, offload, unroll), limit)
 
 
 def plan_with(planner: Planner, limit: int | None, workload: Workload | None = None) -> Plan:

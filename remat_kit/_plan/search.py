@@ -1,6 +1,7 @@
 """`Planner`: decisions under a budget, each candidate compiled, the model corrected by what the compiler says."""
 
 import dataclasses
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,7 @@ from remat_kit._plan.unroll import MOST_OPERATIONS
 from remat_kit._policy import POLICIES, Policy
 from remat_kit._step import Step
 from remat_kit._target import Target
+from remat_kit._units import format_bytes, format_seconds
 
 MOST_COMPILES = 5
 XLA_AUTO = "xla_auto"
@@ -85,6 +87,7 @@ class Planner:
       found: its blocks.
       offload: whether values may be moved to the host.
       unroll: whether loops over blocks may be written out (`unrolled`).
+      tell: is called with one line on each program that was compiled.
     """
 
     step: Step
@@ -93,6 +96,7 @@ class Planner:
     found: Survey
     offload: bool = False
     unroll: bool = False
+    tell: Callable[[str], None] | None = None
     _compiles: int = 0
     _unrolled: "Planner | None" = None
     _frontiers: dict[float, dict[str, tuple[Solution, ...]]] = field(default_factory=dict)
@@ -106,13 +110,14 @@ class Planner:
         where: str | None = None,
         offload: bool = False,
         unroll: bool = False,
+        tell: Callable[[str], None] | None = None,
     ) -> "Planner":
         """A planner for a step. Raises RematKitError when there is nothing to plan."""
         found = survey(step, target, where)
-        planner = Planner(step, target, options or CompileOptions(), found, offload, unroll)
+        planner = Planner(step, target, options or CompileOptions(), found, offload, unroll, tell)
         if unroll and found.more_loops:
             longer = survey(step, target, where, unroll=True)
-            planner._unrolled = Planner(step, target, planner.options, longer, offload)
+            planner._unrolled = Planner(step, target, planner.options, longer, offload, tell=tell)
         return planner
 
     @property
@@ -224,9 +229,9 @@ class Planner:
         key = choice.kinds, tuple((each.kept, each.offloaded, each.is_bare) for each in choice.solutions)
         if key not in self._candidates:
             blocks = self.blocks_of(choice)
-            compiled, error = self._compile(lambda instance: blocks[instance.site])
             is_unrolled = bool(self.found.loops)
             name = f"{name}{UNROLLED}" if is_unrolled else name
+            compiled, error = self._compile(name, lambda instance: blocks[instance.site])
             self._candidates[key] = Candidate(name, choice, compiled, predicted, error, is_unrolled=is_unrolled)
         return self._candidates[key]
 
@@ -239,7 +244,7 @@ class Planner:
             solutions = {name: solution_of(policy, kind.graph) for name, kind in self.found.kinds.items()}
             blocks = {name: NamedBlock(kind.block.flat, policy) for name, kind in self.found.kinds.items()}
             by_site = dict(zip(self.found.sites, self.kinds, strict=True))
-            compiled, error = self._compile(lambda instance: blocks[by_site[instance.site]])
+            compiled, error = self._compile(policy.name, lambda instance: blocks[by_site[instance.site]])
             self._candidates[policy] = Candidate(policy.name, self._choice(solutions), compiled, None, error, True)
         return self._candidates[policy]
 
@@ -253,7 +258,7 @@ class Planner:
         if key not in self._candidates:
             blocks = {name: BareBlock(kind.block.flat) for name, kind in self.found.kinds.items()}
             by_site = dict(zip(self.found.sites, self.kinds, strict=True))
-            compiled, error = self._compile(lambda instance: blocks[by_site[instance.site]], options)
+            compiled, error = self._compile(XLA_AUTO, lambda instance: blocks[by_site[instance.site]], options)
             choice = self.model_of(POLICIES["none"])
             self._candidates[key] = Candidate(
                 XLA_AUTO, choice, compiled, None, error, is_policy=True, options=options.xla_options
@@ -293,14 +298,19 @@ class Planner:
         return found
 
     def _compile(
-        self, choose_block: Callable[[Instance], Any], options: CompileOptions | None = None
+        self, name: str, choose_block: Callable[[Instance], Any], options: CompileOptions | None = None
     ) -> tuple[Compiled | None, str | None]:
         self._compiles += 1
+        start = time.perf_counter()
         try:
             traced = trace_with(self.step, self.target, self.found.place, choose_block)
-            return read_compiled(compile_step(traced, options or self.options)), None
-        except CompileError as error:
-            return None, str(error)
+            compiled, error = read_compiled(compile_step(traced, options or self.options)), None
+            said = f"need {format_bytes(compiled.need_bytes)}, predicted {format_seconds(compiled.seconds)}"
+        except CompileError as refused:
+            compiled, error, said = None, str(refused), "refused by the compiler"
+        if self.tell:
+            self.tell(f"compiled {name}: {said} ({format_seconds(time.perf_counter() - start)})")
+        return compiled, error
 
 
 def block_under(graph: Graph, block: Block, solution: Solution) -> Block | BareBlock:

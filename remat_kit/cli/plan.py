@@ -61,6 +61,7 @@ def command(
     from remat_kit._report import plan as report
     from remat_kit._step import Workload
     from remat_kit._target import get_target
+    from remat_kit.cli._progress import Lines
 
     chosen = get_target(target, mesh)
     limit = parse_budget(budget, chosen)
@@ -70,7 +71,7 @@ def command(
     with contextlib.redirect_stdout(sys.stderr):
         # With every block wrapped, blocks are those that the model itself marks; others are found.
         step = given.build(get_policy("full"), chosen.chip.platform)
-        planner = Planner.of(step, chosen, compile_options, where, offload, unroll)
+        planner = Planner.of(step, chosen, compile_options, where, offload, unroll, Lines().say)
         if limit is None:
             plans = front(planner, workload=given)
             found = knee(plans)
