@@ -194,27 +194,6 @@ def test_dropout_drops_the_rate_and_keeps_the_mean():
     assert np.mean(dropped == 0) == pytest.approx(0.25, abs=0.02)
 
 
-def test_flat_masks_are_the_same_masks():
-    x = jax.random.normal(jax.random.key(1), (3, 4, 5))
-    for key in map(jax.random.key, range(3)):
-        np.testing.assert_array_equal(parts.dropout(x, 0.5, key, flat=True), parts.dropout(x, 0.5, key))
-
-
-@pytest.mark.parametrize("stack", ["scan", "unroll"])
-def test_flat_masks_are_drawn_everywhere_and_change_no_loss(stack):
-    drawn, losses = [], []
-    for flat in (False, True):
-        step = transformer.gpt("none", size="tiny", stack=stack, dropout=0.3, flat_masks=flat)
-        state, batch, key = step.init(0)
-        found = equations(jax.make_jaxpr(step.fn)(state, batch, key))
-        drawn.append(Counter(each.params["shape"] for each in found if each.primitive.name == "random_bits"))
-        losses.append(float(jit(step.fn)(state, batch, key)[1]))
-    flattened = Counter({(*shape[:-2], shape[-2] * shape[-1]): count for shape, count in drawn[0].items()})
-    assert {len(shape) for shape in drawn[0]} == {3, 4}
-    assert drawn[1] == flattened
-    assert losses[0] == losses[1]
-
-
 def test_layers_have_different_masks_and_the_same_layer_the_same():
     block = parts.Block(configure("gpt", "tiny", compute_dtype="float32", dropout=0.5), rngs=nnx.Rngs(0))
     x_BTD = jax.random.normal(jax.random.key(0), (2, 32, 64))
