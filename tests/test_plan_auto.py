@@ -233,7 +233,7 @@ def test_an_array_by_keyword(no_compiles):
 def test_plan_takes_a_target_by_name_and_no_function():
     step = Step(jax.grad(LOSS), (W, X))
     assert plan(step, "cpu").target == plan(step, CPU).target == "cpu"
-    with pytest.raises(PlanError, match=r"plan was given <function .*, a function\. Give a remat_kit\.Step"):
+    with pytest.raises(PlanError, match=r"plan was given a function\. Give a remat_kit\.Step"):
         plan(LOSS, "cpu")  # pyright: ignore[reportArgumentType]
     with pytest.raises(TargetError, match="h100"):
         plan(step, "h100")

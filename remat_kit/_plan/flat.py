@@ -272,10 +272,10 @@ def is_static_slice(op: Op) -> bool:
 
 def text_of_params(params: Mapping[str, Any]) -> str:
     """Parameters of an equation as text that is the same in every process."""
-    return ", ".join(f"{name}={text_of_value(value)}" for name, value in sorted(params.items()))
+    return ", ".join(f"{name}={_text_of_value(value)}" for name, value in sorted(params.items()))
 
 
-def text_of_value(value: Any) -> str:
+def _text_of_value(value: Any) -> str:
     if type(value) in _PLAIN:
         return str(value)
     if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
@@ -283,7 +283,7 @@ def text_of_value(value: Any) -> str:
     if hasattr(value, "mesh") and hasattr(value, "spec"):
         return "None" if _is_automatic(value) else f"{value.spec} on {dict(value.mesh.shape)}"
     if isinstance(value, tuple | list):
-        return f"({', '.join(map(text_of_value, value))})"
+        return f"({', '.join(map(_text_of_value, value))})"
     if isinstance(value, Mapping):
         return text_of_params({str(key): each for key, each in value.items()})
     if hasattr(value, "shape") and hasattr(value, "dtype"):
@@ -305,8 +305,8 @@ def _is_automatic(sharding: Any) -> bool:
 
 def _text_of_operand(value: Any, with_numbers: bool) -> str:
     if is_whole(value):
-        return "number" if not with_numbers else str(value) if np.ndim(value) == 0 else text_of_value(value)
-    return text_of_value(value)
+        return "number" if not with_numbers else str(value) if np.ndim(value) == 0 else _text_of_value(value)
+    return _text_of_value(value)
 
 
 def is_whole(value: Any) -> bool:

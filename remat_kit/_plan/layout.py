@@ -22,7 +22,6 @@ from remat_kit._plan.flat import (
     primitive_of,
     remat_body,
     restamped,
-    text_of_value,
 )
 
 _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "dot_product_attention")
@@ -284,7 +283,7 @@ def _lift_numbers(group: Sequence[Instance]) -> None:
                 instance.flat.open_slice(position)
         for index, operands in enumerate(zip(*(op.inputs for op in ops), strict=True)):
             values = [each.value for each in operands if isinstance(each, Literal)]
-            if len(values) < len(group) or len({text_of_value(value) for value in values}) == 1:
+            if len(values) < len(group) or len({repr(value) for value in values}) == 1:
                 continue
             for instance, value in zip(group, values, strict=True):
                 instance.flat.lift(position, index)

@@ -45,8 +45,8 @@ def plan(
     """
     if not isinstance(step, Step):
         raise PlanError(
-            f"plan was given {step!r}, a {type(step).__name__}. Give a remat_kit.Step(function, arguments), the whole "
-            "training step with what it is called with; auto_remat takes a function."
+            f"plan was given a {type(step).__name__}. Give a remat_kit.Step(function, arguments), the whole training "
+            "step with what it is called with; auto_remat takes a function."
         )
     chosen = get_target(target) if isinstance(target, str) else target
     limit = parse_budget(budget, chosen)
