@@ -20,7 +20,8 @@ What JAX does not run again, and they do, is a term of its own: the last product
 backward does not take. Of a whole block that is the last product of the MLP with its all-reduce, of attention's core
 the product of probabilities and values.
 
-Times are for the settings of SETTINGS. The first counts: XLA's options are its own, as in all sweeps of this project,
+Times are for the settings of SETTINGS. The first counts, chosen when others had been seen to
+miss: models have dropout as theirs, XLA's options are its own, as in all sweeps of this project,
 and masks are drawn flat (`flat_masks`), since XLA otherwise makes their random bits again in some twenty kernels a
 layer, in programs of some layer counts and not of others; what that costs is shown. So is what XLA's latency hiding
 scheduler changes, and what the times are without dropout.

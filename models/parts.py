@@ -337,7 +337,7 @@ def draw_mask(key: jax.Array, share: float, shape: tuple[int, ...], flat: bool) 
     """Booleans of a shape, `share` of them true.
 
     With `flat` they are drawn with their last two axes as one: the same booleans, but XLA's layout assignment cannot
-    transpose half way through their random bits, which then take one kernel and not ten where they are made again.
+    transpose half way through their random bits, which then take one kernel where they are made again.
     """
     drawn = (*shape[:-2], shape[-2] * shape[-1]) if flat else shape
     return jax.random.bernoulli(key, share, drawn).reshape(shape)
